@@ -75,7 +75,7 @@ class CallMemory: ...
 class NativeCall:
     def __init__(
         self,
-        function: Callable[..., object],
+        function: Callable[..., object] | None,
         arguments: tuple[Any, ...],
         in_place: tuple[Any, ...] | None,
         source: CallMemory | None,

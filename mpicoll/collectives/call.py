@@ -205,6 +205,8 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
         _add_repeated(operation, key, x, _bind_native(operation, native), description)
         if not small:
             bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
+    elif operation.comm.size == 1 and _is_movable(operation.arrays, x):
+        _add_repeated(operation, key, x, _bind_local(operation), description)
     if bound_call is None:
         if not small:
             return False
@@ -237,6 +239,21 @@ def _bind_native(operation: Operation, native: Native) -> NativeCall | None:
     some = target if source is None else source
     dtype = np.dtype(np.uint8) if some is None else some.dtype
     return bind_native(operation.arrays, native, dtype, has_input=source is not None, has_output=target is not None)
+
+
+def _bind_local(operation: Operation) -> NativeCall | None:
+    """Return what carries out a collective of one rank in the extension, which is a copy of the input; None if that is
+    not all."""
+    arrays = operation.arrays
+    if operation.comm.queue.calls is None or arrays.collective == "exscan":
+        return None
+    from mpicoll._shm import NativeCall
+
+    if arrays.source is None or arrays.target is None:
+        return NativeCall(None, (), None, None, None, None, False)
+    if arrays.source.nbytes != arrays.target.nbytes:
+        return None
+    return NativeCall(None, (), None, None, None, None, True)
 
 
 def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:

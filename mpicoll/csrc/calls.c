@@ -254,6 +254,10 @@ static PyObject *match(Calls *calls, const NativeCall *native, PyObject *call)
 /* Call MPI, as the queue calls the functions of Python. */
 static int run_native(Calls *calls, const NativeCall *native, PyObject *call, const Operands *operands)
 {
+    if (is_local(native)) {
+        copy_locally(native, operands);
+        return 0;
+    }
     if (publish(&calls->running) < 0)
         return -1;
     PyObject *interrupt = match(calls, native, call);

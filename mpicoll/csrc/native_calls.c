@@ -9,6 +9,8 @@
 
 #include <string.h>
 
+enum { UNLOCKED_BYTES = 64 << 10 /* from here on, a copy takes longer than to release the interpreter lock */ };
+
 /* --- the memory of an array */
 
 static int get_buffer(PyObject *self, Py_buffer *view, int flags)
@@ -67,6 +69,21 @@ static void fill(char *target, size_t nbytes, PyObject *element)
         memcpy(target + at, from, size);
 }
 
+bool is_local(const NativeCall *one) { return one->function == NULL; }
+
+void copy_locally(const NativeCall *one, const Operands *operands)
+{
+    if (!one->copies || operands->target_bytes == 0 || operands->source == operands->target)
+        return;
+    if (operands->target_bytes < UNLOCKED_BYTES) {
+        memcpy(operands->target, operands->source, operands->target_bytes);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(operands->target, operands->source, operands->target_bytes);
+    Py_END_ALLOW_THREADS
+}
+
 int call_mpi(const NativeCall *one, const Operands *operands)
 {
     const bool in_place = one->in_place != NULL && operands->source == operands->target;
@@ -96,14 +113,16 @@ static int init_native_call(PyObject *self, PyObject *args, PyObject *keywords)
     if (!PyArg_ParseTuple(args, "OO!OOOOp", &function, &PyTuple_Type, &arguments, &in_place, &source, &target,
                           &element, &copies))
         return -1;
-    if (one->function != NULL || (in_place != Py_None && !PyTuple_Check(in_place)) ||
+    if (one->arguments != NULL || (in_place != Py_None && !PyTuple_Check(in_place)) ||
         (source != Py_None && !is_call_memory(source)) || (target != Py_None && !is_call_memory(target)) ||
         (element != Py_None && (!PyBytes_Check(element) || PyBytes_Size(element) == 0)) ||
-        ((element != Py_None || copies) && target == Py_None) || (copies && source == Py_None)) {
+        (function == Py_None && (element != Py_None || source != Py_None || target != Py_None)) ||
+        (function != Py_None && (element != Py_None || copies) && target == Py_None) ||
+        (function != Py_None && copies && source == Py_None)) {
         PyErr_SetString(PyExc_ValueError, "NativeCall: invalid arguments, or initialised twice");
         return -1;
     }
-    one->function = Py_NewRef(function);
+    one->function = function == Py_None ? NULL : Py_NewRef(function);
     one->arguments = Py_NewRef(arguments);
     one->in_place = in_place == Py_None ? NULL : Py_NewRef(in_place);
     one->source = source == Py_None ? NULL : (CallMemory *)Py_NewRef(source);
@@ -149,7 +168,8 @@ static PyType_Slot slots[] = {
                 " `function(*arguments)`, or `function(*in_place)` where input and output are the same memory, for"
                 " Calls.add. The arguments refer to the memory by `source` and `target`, each a CallMemory. Afterwards"
                 " the output is set to copies of the bytes `fill`, or, if `copies` is true, to the input. Each is None"
-                " where there is none."},
+                " where there is none. `function` is None on a communicator of one rank: then no MPI library is"
+                " called."},
     {Py_tp_init, init_native_call},
     {Py_tp_dealloc, dealloc_native_call},
     {Py_tp_traverse, traverse_native_call},

@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *function;             /* a method of mpi4py's communicator */
+    PyObject *function;             /* a method of mpi4py's communicator; NULL: there is a single rank */
     PyObject *arguments, *in_place; /* tuples; the second one is NULL where the output can't be the input */
     CallMemory *source, *target;    /* to which they refer; NULL: they don't */
     PyObject *fill;                 /* an element of which the output consists after the call; NULL: it is the result */
@@ -38,6 +38,12 @@ typedef struct {
 
 /* Return true for a NativeCall, false for a Collective. */
 bool is_native_call(PyObject *one);
+
+/* Return true for a call on a communicator of one rank, which has no other rank to compare the call with. */
+bool is_local(const NativeCall *one);
+
+/* Carry out such a call. */
+void copy_locally(const NativeCall *one, const Operands *operands);
 
 /* Call MPI. Returns -1 with an exception. */
 int call_mpi(const NativeCall *one, const Operands *operands);

@@ -83,6 +83,40 @@ def test_every_collective_takes_it(comm: mpicoll.Communicator, algorithm: str | 
     assert repeat(core, lambda: mpicoll.barrier(**how)) is None
 
 
+@pytest.mark.parametrize("elements", [4, 40_000])
+def test_every_collective_of_one_rank_takes_it(elements: int) -> None:
+    with mpicoll.world().split(mpicoll.world().rank) as comm:
+        core, x = core_of(comm), np.arange(float(elements))
+        how: dict[str, Any] = {"comm": comm, "algorithm": "ring"}
+        forms: list[tuple[Callable[[Any], Any], Any]] = [
+            (lambda out: mpicoll.allreduce(x, out=out, comm=comm), x),
+            (lambda out: mpicoll.allreduce(x, "max", out=out, **how), x),
+            (lambda out: mpicoll.reduce(x, out=out, comm=comm), x),
+            (lambda out: mpicoll.scan(x, out=out, comm=comm), x),
+            (lambda out: mpicoll.bcast(x, out=out, comm=comm), x),
+            (lambda out: mpicoll.allgather(x[None], out=out, comm=comm), x[None]),
+            (lambda out: mpicoll.gather(x[None], out=out, comm=comm), x[None]),
+            (lambda out: mpicoll.reduce_scatter(x[None], out=out, comm=comm), x[None]),
+            (lambda out: mpicoll.alltoall(x[None], out=out, comm=comm), x[None]),
+            (lambda out: mpicoll.scatter(x[None], out=out, comm=comm), x[None]),
+        ]
+        for call, want in forms:
+            out = np.empty_like(want)
+            assert repeat(core, lambda call=call, out=out: call(out)) is out
+            np.testing.assert_array_equal(out, want)
+            np.testing.assert_array_equal(repeat(core, lambda call=call: call(None)), want)
+        assert repeat(core, lambda: mpicoll.barrier(comm=comm)) is None
+        own = x.copy()
+        assert repeat(core, lambda: mpicoll.allreduce(own, out=own, comm=comm)) is own
+        np.testing.assert_array_equal(own, x)
+        for op, want in (("avg", x), (mpicoll.premul_sum(2), 2 * x), ("lor", np.ones(elements, int))):
+            given = np.full(elements, 7) if op == "lor" else x
+            for _ in range(4):
+                np.testing.assert_array_equal(mpicoll.allreduce(given, op, comm=comm), want)
+        for _ in range(4):
+            np.testing.assert_array_equal(mpicoll.exscan(x, comm=comm), 0 * x)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.int32])
 def test_mpi_is_called_in_place(comm: mpicoll.Communicator, dtype: type) -> None:
     """By the same bound call as calls that have an output of their own."""
