@@ -313,7 +313,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
             "between": pool.submit(_run, folder("between"), 2, BETWEEN, "1", **unshared),
             "nobody waits": pool.submit(_run, folder("nobody"), 2, NOBODY_WAITS, "1"),
         } | {
-            name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "1", **uncompared)
+            name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "0.5", **uncompared)
             for name, (body, _) in ENDED.items()
         }
 
