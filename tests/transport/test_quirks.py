@@ -14,6 +14,7 @@ MPICH4 = "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7"
 MPICH42 = "MPICH Version:      4.2.3\n"
 MPICH43 = "MPICH Version:      4.3.2\n"
 MPICH5 = "MPICH Version:      5.0.2\n"
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)\n"
 INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
 
 
@@ -21,17 +22,17 @@ INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
     ("quirk", "having"),
     [
         (quirks.PERSISTENT_COLLECTIVES, {MPICH4, MPICH42, INTEL}),
-        (quirks.REDUCE_IN_PLACE, {OPENMPI4, MPICH4, MPICH42, MPICH43}),
+        (quirks.REDUCE_IN_PLACE, {OPENMPI4, MPICH4, MPICH42, MPICH43, CRAY}),
         (quirks.LARGE_RECEIVES, {OPENMPI5, OPENMPI4}),
         (quirks.TRUNCATED_SIZES, {MPICH4, MPICH42, MPICH43, MPICH5, INTEL}),
-        (quirks.SELF_PROGRESS, {MPICH4, MPICH42, MPICH43, MPICH5}),
+        (quirks.SELF_PROGRESS, {MPICH4, MPICH42, MPICH43, MPICH5, CRAY}),
         (quirks.BUFFERED_SENDS, {INTEL}),
-        (quirks.FAILURES, {OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL}),
+        (quirks.FAILURES, {OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL, CRAY}),
     ],
     ids=lambda value: value.name.replace(" ", "_").replace("'", "") if isinstance(value, quirks.Quirk) else "",
 )
 def test_versions_that_have_a_quirk(quirk: quirks.Quirk, having: set[str]) -> None:
-    versions = {OPENMPI5, OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL}
+    versions = {OPENMPI5, OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL, CRAY}
     assert {version for version in versions if quirk in quirks.find_quirks(version)} == having
 
 

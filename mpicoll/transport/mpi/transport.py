@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -99,11 +100,21 @@ class MpiTransport(MessagePassing):
     def survives_deaths(self) -> bool:
         return fault_tolerant()
 
+    @cached_property
+    def _progress_comm(self) -> MPI.Intracomm:
+        """The communicator on which MPI_Iprobe makes progress on all messages of this process."""
+        from mpicoll.transport import quirks  # late: few ranks wait that long in their first call
+
+        # Not MPI_COMM_WORLD everywhere: the program may revoke it where jobs are fault-tolerant.
+        stalls = quirks.SELF_PROGRESS.applies_to(MPI.Get_library_version())
+        return MPI.COMM_WORLD if stalls else MPI.COMM_SELF
+
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         # A rank that waits here makes no other calls of MPI. It must keep its messages moving: its peers may wait for
-        # those before they arrive. MPICH makes no progress in MPI_Iprobe on MPI_COMM_SELF. No library has to where a
-        # message is found, hence the tag that no message has.
-        MPI.COMM_WORLD.Iprobe(MPI.COMM_WORLD.rank, self.max_tag)
+        # those before they arrive. No library has to make progress where a message is found, hence the tag that no
+        # message has.
+        comm = self._progress_comm
+        comm.Iprobe(comm.rank, self.max_tag)
         # The launcher ends a job in which a process has died, unless it is fault-tolerant. There the death of any
         # member counts, not only that of `peers`, which may have aborted because of it.
         if fault_tolerant() and self.failures.is_revoked():
