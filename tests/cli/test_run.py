@@ -130,6 +130,24 @@ def test_settings_on_this_machine_and_on_others(launchers: dict[str, str], monke
     assert "OMP_NUM_THREADS" not in make_job_command({"OMP_NUM_THREADS": "3"}, ["prog"], 1).variables
 
 
+def test_hosts_of_pbs_and_lsf(tmp_path: Path, launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI gets them as options; MPICH and Intel MPI find them by themselves, in any build."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a\na\nb.site\n")
+    pbs = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(hosts)}
+    lsf = {"LSB_JOBID": "7", "LSB_HOSTS": "a a b.site"}
+    for library in (OPEN_MPI_5, OPEN_MPI_4, MPICH, INTEL):
+        monkeypatch.setattr(launcher, "find_library", lambda named=library: MpiLibrary(named, "/lib/libmpi.so", "4.1"))
+        own = ["--host", "a:2,b.site:1"] if library.startswith("Open MPI") else []
+        for environ in (pbs, lsf, lsf | {"LSB_MCPU_HOSTS": "a 2 b.site 1"}, lsf | {"LSB_MCPU_HOSTS": "a 2 b.site"}):
+            words = make_job_command(environ, ["prog"], None).words
+            assert "-np" not in words
+            assert [words[at : at + 2] for at, word in enumerate(words) if word == "--host"] == [own] * bool(own)
+            options = ["--hostfile", "mine"]
+            assert "--host" not in make_job_command(environ, ["prog"], None, options).words
+        assert "--host" not in make_job_command(pbs | {"PBS_NODEFILE": "gone"}, ["prog"], None).words
+
+
 def test_a_small_dev_shm(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "find_library", lambda: MpiLibrary(OPEN_MPI_5, "/lib/libmpi.so", "4.1"))
     room = os.statvfs("/dev/shm")

@@ -32,6 +32,7 @@ from mpicoll.engine.diagnostics.stacks import (
     take_stacks,
     thread_names,
 )
+from mpicoll.transport import launch_env
 
 LIMIT = 1_000_000
 """Maximum size in bytes of the state of a rank as JSON."""
@@ -178,6 +179,7 @@ class _Snapshotter:
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "batch": launch_env.describe_batch_job(os.environ),
             "versions": versions,
             "time": time.time(),
             "clock": time.monotonic(),

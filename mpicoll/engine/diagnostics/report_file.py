@@ -53,6 +53,9 @@ _FORMAT = "mpicoll report 1"
 def format_report(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
     """Return the readable report: the analysis, then each rank."""
     lines = [*analysis.words, "", f"Reason: {why}"]
+    # Launchers don't pass the batch system's variables to all hosts.
+    batch = {str((state or {}).get("process", {}).get("batch", "")) for state in states.values()} - {""}
+    lines += [f"Batch system: {', '.join(sorted(batch))}"] if batch else []
     lines.append(f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
     for rank, state in sorted(states.items()):
         lines += ["", *_rank_lines(rank, state)]

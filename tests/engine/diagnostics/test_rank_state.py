@@ -289,7 +289,8 @@ def test_behind_an_operation_in_the_background() -> None:
     assert words[0].startswith("allreduce(float64[6], op=sum) number 2 on world waits for rank 1")
 
 
-def test_everything_about_a_rank() -> None:
+def test_everything_about_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     bench, found = Bench(2), {}
 
     def body(rank: int) -> None:
@@ -305,6 +306,7 @@ def test_everything_about_a_rank() -> None:
     bench.run(body, ready)
     one = found[0]
     assert (one["rank"], one["size"]) == (0, 2)
+    assert one["process"]["batch"] == "Slurm job 7"
     assert one["process"]["versions"]["mpicoll"] == mpicoll.__version__
     assert abs(one["process"]["clock"] - time.monotonic()) < 60
     names = [thread["name"] for thread in one["threads"]]

@@ -103,6 +103,12 @@ def test_the_text_of_a_report() -> None:
     ]
 
 
+def test_the_batch_job_is_in_the_report() -> None:
+    """As far as a rank knows it: launchers don't pass the variables of PBS and LSF to all hosts."""
+    states = {0: at_work(process={"batch": "PBS job 7.server"}), 1: at_work(process={"batch": ""}), 2: None}
+    assert "Batch system: PBS job 7.server" in format_report("timeout", states, analyse(states, 3)).splitlines()
+
+
 def test_words_of_a_report(tmp_path: Path) -> None:
     first, second = crossed()
     states = {0: first, 1: second}
