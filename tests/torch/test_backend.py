@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.fsdp import fully_shard
 
 import mpicoll.torch as dropin
+from mpicoll import autoload
 from mpicoll.autoload import replace_once
 from mpicoll.engine.diagnostics.process_exit import run_exit_hooks
 
@@ -55,6 +57,19 @@ def test_import_of_torch_replaces_the_handler_of_env_alone() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], env=environ, capture_output=True, timeout=60, check=True)
     backends = ["undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake"]
     assert json.loads(done.stdout) == [["mpicoll", "mpicoll.autoload"], ["replacement"], backends, []]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo,cuda:nccl"])
+def test_handler_of_env_passes_other_backends_on(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {"env": lambda url, **options: (url, options)}
+    monkeypatch.setattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", handlers)
+    autoload.register()
+
+    def init_process_group(backend: str | None) -> Any:  # whose frame names the backend
+        return handlers["env"]("env://", rank=1, timeout=backend)
+
+    assert hasattr(handlers["env"], autoload._MARK)
+    assert init_process_group(backend) == ("env://", {"rank": 1, "timeout": backend})
 
 
 def test_no_module_for_older_torch_is_loaded() -> None:
