@@ -59,12 +59,16 @@ class Backoff:
     """The pauses of a wait that has polled without a pause: it yields the core between its polls, so many times and for
     so long, then it sleeps."""
 
-    __slots__ = ("_max_yields", "begin", "yields")
+    __slots__ = ("_longest_nap", "_max_yields", "_yield_seconds", "begin", "yields")
 
-    def __init__(self, max_yields: int = YIELDS) -> None:
+    def __init__(
+        self, max_yields: int = YIELDS, yield_seconds: float = YIELD_SECONDS, longest_nap: float = _LONGEST_NAP
+    ) -> None:
         self.yields = 0
         self.begin = time.monotonic()
         self._max_yields = max_yields
+        self._yield_seconds = yield_seconds
+        self._longest_nap = longest_nap
 
     def yield_core(self) -> bool:
         """Yield the core and return True. Return False, without a pause, if the wait is to sleep from now on."""
@@ -72,13 +76,13 @@ class Backoff:
             return False
         yield_core()
         self.yields += 1
-        if self.yields % YIELDS_PER_LOOK == 0 and time.monotonic() - self.begin > YIELD_SECONDS:
+        if self.yields % YIELDS_PER_LOOK == 0 and time.monotonic() - self.begin > self._yield_seconds:
             self._max_yields = 0
         return True
 
     def sleep(self) -> None:
         """Sleep until the next poll."""
-        time.sleep(min(max(NAP, _NAP_SHARE * (time.monotonic() - self.begin)), _LONGEST_NAP))
+        time.sleep(min(max(NAP, _NAP_SHARE * (time.monotonic() - self.begin)), self._longest_nap))
 
 
 def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callable[[], object] | None = None) -> T:

@@ -47,6 +47,17 @@ def test_a_long_wait_sleeps_longer_up_to_a_limit(pauses: list[str], monkeypatch:
     assert pauses == ["sleep 0.0001", "sleep 0.0005", "sleep 0.001"]
 
 
+def test_a_wait_has_limits_of_its_own(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.0003, 1.0, 60.0])
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(times))
+    backoff = waiting.Backoff(yield_seconds=2e-4, longest_nap=5e-3)
+    while backoff.yield_core():
+        pass
+    for _ in range(2):
+        backoff.sleep()
+    assert pauses == ["yield"] * waiting.YIELDS_PER_LOOK + ["sleep 0.001", "sleep 0.005"]
+
+
 def test_what_is_ready_is_not_waited_for(pauses: list[str]) -> None:
     assert waiting.poll(lambda: 3, 0.0, "test") == 3
     assert waiting.wait_for(lambda: 0, 0.0) == 0

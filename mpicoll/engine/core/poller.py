@@ -30,7 +30,8 @@ class Testable(Protocol):
         """Return a true value once it has completed; must not raise."""
 
 
-PendingTransfer: TypeAlias = "tuple[Testable, Callable[[], None] | None]"
+PendingTransfer: TypeAlias = "tuple[Testable, Callable[[], None] | None, float]"
+"""Object, completion callback, and seconds between two polls."""
 
 
 class Poller:
@@ -43,10 +44,15 @@ class Poller:
         self._stopped = False
         self._registered = False
 
-    def watch(self, one: Testable, done: Callable[[], None] | None = None) -> None:
-        """Test `one` until it has completed, then call `done`, which must not wait or raise."""
+    def watch(self, one: Testable, done: Callable[[], None] | None = None, *, period: float | None = None) -> None:
+        """Test `one` until it has completed, then call `done`, which must not wait or raise.
+
+        `period` is the number of seconds between two polls; by default few where there is a callback.
+        """
+        if period is None:
+            period = _PERIOD if done is None else _EAGER_PERIOD
         with self._changed:
-            self._pending.append((one, done))
+            self._pending.append((one, done, period))
             if self._thread is None:
                 if not self._registered:
                     # Registered after MPI was loaded, hence called before MPI is finalised.
@@ -76,7 +82,7 @@ class Poller:
             left = self._poll_once(pending)
             del pending  # completed objects must not be kept alive while the thread sleeps
             if left:
-                period = _EAGER_PERIOD if any(done for _, done in left) else _PERIOD
+                period = min(period for *_, period in left)
                 with self._changed:
                     self._pending += left
                 del left
@@ -85,9 +91,9 @@ class Poller:
     def _poll_once(self, pending: list[PendingTransfer]) -> list[PendingTransfer]:
         """Test all of `pending` once and return those that have not completed."""
         left = []
-        for one, done in pending:
+        for one, done, period in pending:
             if not one.test():
-                left.append((one, done))
+                left.append((one, done, period))
             elif done is not None:
                 self._run_callback(done)
         return left

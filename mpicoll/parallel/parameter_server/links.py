@@ -23,6 +23,13 @@ from mpicoll.wording import rank_list
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+_YIELD_SECONDS = 2e-4
+"""Seconds after which a wait sleeps between its looks: a large message takes milliseconds, in which other ranks of the
+host use the core."""
+
+_LONGEST_NAP = 5e-3
+"""Most seconds between two looks of a wait, which are at most a thousandth of its length."""
+
 _SLEEPS_PER_CHECK = 32
 """Sleeps of a wait between two looks for failures that no transfer reports."""
 
@@ -103,7 +110,7 @@ class Links:
         for _ in range(SPINS):
             if ready():
                 return
-        backoff = Backoff()
+        backoff = Backoff(yield_seconds=_YIELD_SECONDS, longest_nap=_LONGEST_NAP)
         while backoff.yield_core():
             if ready():
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpicoll.engine.core.poller import poller
 from mpicoll.errors import CommunicationError
@@ -25,6 +25,10 @@ _LONGEST_DISTANCE = 0.01
 
 _PACED_BYTES = 256 << 10
 """Bytes of the messages after which others wait: for shorter ones, the interval between two tests would be measured."""
+
+_PERIOD = 2e-4
+"""Seconds between two tests: long enough to leave the core to the program, short beside the milliseconds that a message
+of the default size takes at 1 Gbit/s."""
 
 _WINDOW = 4
 """Transfers that are tested at a time: a test of any makes MPI move all."""
@@ -121,11 +125,19 @@ class Transfers:
         self._watch()
         return send
 
-    def recv(self, server: int, data: Array, tag: int) -> Pending:
-        """Start to receive into `data`."""
-        pending = self._links[server].recv(data, tag)
-        self._add(pending)
-        return pending
+    def recv_all(self, messages: Iterable[tuple[int, Array, int]]) -> list[Pending]:
+        """Start to receive messages, which are the server, the memory and the tag of each.
+
+        The thread that tests waits meanwhile: MPI calls release the interpreter lock, for which both would compete.
+        """
+        started = []
+        with self._lock:
+            for server, data, tag in messages:
+                pending = self._links[server].recv(data, tag)
+                self._left.append(pending)
+                started.append(pending)
+        self._watch()
+        return started
 
     def _add(self, pending: Pending) -> None:
         with self._lock:
@@ -137,8 +149,7 @@ class Transfers:
             start = self._background and not self._watched
             self._watched = self._watched or start
         if start:
-            # With a callback, the thread tests more often.
-            poller.watch(self, lambda: None)
+            poller.watch(self, period=_PERIOD)
 
     def _start_sends(self) -> None:
         """Start the sends whose turn it is. The lock is held."""

@@ -306,8 +306,9 @@ class Worker:
                     pull.rows[key] = mine
                     memory = np.empty(len(mine) * bucket.row * bucket.itemsize, np.uint8)
             pull.memory[key] = memory
-            tag = tag_of(key[1], Payload.WEIGHTS)
-            pull.pending[key] = self._connection.guard(partial(self._connection.transfers.recv, key[0], memory, tag))
+        messages = [(key[0], memory, tag_of(key[1], Payload.WEIGHTS)) for key, memory in pull.memory.items()]
+        started = self._connection.guard(partial(self._connection.transfers.recv_all, messages))
+        pull.pending.update(zip(pull.memory, started, strict=True))
         for server, numbers in enumerate(counts):
             self._connection.send_request(server, Request(Kind.PULL, clock, counts=tuple(numbers)))
         for key, mine in pull.rows.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,27 @@ def test_it_requests_states_that_no_rank_has_reported(poller: Poller) -> None:
     while quiet.left > 0:
         assert time.monotonic() < deadline
         time.sleep(1e-3)
+
+
+def test_it_asks_as_often_as_the_most_urgent_transfer_needs(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    two = threading.Barrier(2)
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) < 3:
+            two.wait(20)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    ended = threading.Event()
+    poller.watch(Transfer(10**9), period=0.125)
+    poller.watch(Transfer(2), ended.set, period=0.0625)
+    two.wait(20)
+    two.wait(20)
+    assert ended.wait(20)
+    poller.stop()
+    # The thread may have begun when both were there.
+    assert set(naps[:2]) == {0.125, 0.0625}
 
 
 def test_an_idle_thread_ends_and_another_one_takes_over(poller: Poller, monkeypatch: pytest.MonkeyPatch) -> None:
