@@ -10,14 +10,15 @@ The first ranks are servers, on links of `--rate`. Two tables, both of the media
   bytes. The bound by bytes on the wire also has the headers of Ethernet, IP and TCP, 66 of 1,514 bytes.
 * hidden: a multilayer perceptron of torch of the same size, whose step begins with a pull. `compute` is a step with
   neither pull nor push, `transfer` one with nothing else, and hidden is the share of `transfer` that a step with all
-  three does not take longer than `compute`.
+  three does not take longer than `compute`. The three take turns, so that a drift of the machine affects all.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -56,6 +57,15 @@ def measure(step: Callable[[], Any], steps: int) -> list[float]:
         step()
         found.append(time.perf_counter() - begin)
     return found
+
+
+def measure_in_turns(functions: Sequence[Callable[[], Any]], steps: int) -> list[float]:
+    """Return the median seconds of each function. They take turns in blocks, of which the first step is not timed."""
+    found: list[list[float]] = [[] for _ in functions]
+    while len(found[-1]) < steps:
+        for function, seconds in zip(functions, found, strict=True):
+            seconds += measure(function, 3)[1:]
+    return [median(seconds) for seconds in found]
 
 
 def slowest(seconds: float, workers: Any) -> float:
@@ -115,29 +125,26 @@ def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
         plain = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
         x = torch.randn(arguments.batch, width)
 
-        def compute(plain: nn.Module = plain, x: torch.Tensor = x) -> None:
-            plain(x).square().mean().backward()
+        module = copy.deepcopy(plain)
 
-        def compute_alone(plain: nn.Module = plain, compute: Callable[[], None] = compute) -> None:
-            compute()
+        def compute_alone(plain: nn.Module = plain, x: torch.Tensor = x) -> None:
+            plain(x).square().mean().backward()
             for parameter in plain.parameters():
                 parameter.grad = None
 
-        alone = measure(compute_alone, arguments.steps)
-        with Worker(plain, **options) as worker:
+        with Worker(module, **options) as worker:
 
             def transfer(worker: Worker = worker) -> None:
                 worker.pull_weights()
                 worker.push_gradients()
 
-            def step(worker: Worker = worker, compute: Callable[[], None] = compute) -> None:
+            def step(worker: Worker = worker, module: nn.Module = module, x: torch.Tensor = x) -> None:
                 worker.pull_weights()
-                compute()
+                module(x).square().mean().backward()
                 worker.push_gradients()
 
-            transfers = measure(transfer, arguments.steps)
-            steps = measure(step, arguments.steps)
-        found = [slowest(median(one[1:]), members) for one in (alone, transfers, steps)]
+            times = measure_in_turns([compute_alone, transfer, step], arguments.steps)
+        found = [slowest(seconds, members) for seconds in times]
         name = ", ".join(f"{key}={value}" for key, value in options.items()) or "default"
         hidden = 1 - (found[2] - found[0]) / found[1]
         rows.append([name, *(f"{1e3 * one:.1f}" for one in found), f"{hidden:.2f}"])
