@@ -207,12 +207,27 @@ static bool overlap(const char *one, size_t one_bytes, const char *other, size_t
     return first < second + other_bytes && second < first + one_bytes;
 }
 
+/* Set the description of a call in which this rank may be ahead of others. Without one it waits for them. */
+static void describe_call(const Calls *calls, Collective *collective, PyObject *call)
+{
+    PyObject *old = collective->text;
+    collective->text = NULL;
+    if (collective->uses_ring && !collective->waits_for_all) {
+        collective->text = PyObject_CallMethod(calls->queue, "describe_repeated", "O", call);
+        if (collective->text == NULL)
+            PyErr_Clear();
+    }
+    Py_XDECREF(old);
+}
+
 void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
 {
     if (calls->group == NULL)
         return;
     if (!is_native_call(carrier)) {
-        summarize_call(calls->group, call, true, &((Collective *)carrier)->summary);
+        Collective *collective = (Collective *)carrier;
+        summarize_call(calls->group, call, true, &collective->summary);
+        describe_call(calls, collective, call);
         return;
     }
     NativeCall *native = (NativeCall *)carrier;
@@ -224,12 +239,14 @@ void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
     native->signature = signature > 0 && signature <= UINT32_MAX ? (uint32_t)signature : 0;
 }
 
-static int run_collective(Calls *calls, const Collective *collective, const Operands *operands)
+static int run_collective(Calls *calls, const Collective *collective, PyObject *call, const Operands *operands)
 {
     Steps *steps = collective->steps;
     steps->running = &calls->running;
+    steps->call = (Kept){call, collective->text, calls->lock->number};
     int status = carry_out_collective(collective, operands->source, operands->target);
     steps->running = NULL;
+    steps->call = (Kept){0};
     return status;
 }
 
@@ -286,7 +303,7 @@ int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands
     /* Code that runs meanwhile may drop the communicator. */
     PyObject *queue = Py_NewRef(calls->queue);
     int status = native ? run_native(calls, (NativeCall *)carrier, call, operands)
-                        : run_collective(calls, (Collective *)carrier, operands);
+                        : run_collective(calls, (Collective *)carrier, call, operands);
     if (status < 0) {
         conclude_failure(calls);
         unlock(lock);

@@ -25,17 +25,41 @@ enum {
     CACHED_BYTES = 16 << 20    /* of the arrays of all ranks, that a common cache holds */
 };
 
+_Static_assert((int)RING_SLOT_BYTES < (int)ROTATE_AT, "ring slots have one place");
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
 
-static inline char *find_slot(const Collective *one, int parity, int rank)
+/* The place in a slot of what is written before a step. */
+static inline size_t find_place(const Collective *one, uint32_t step)
 {
-    return one->is_small ? get_small_slot(one->steps, parity, rank) : get_slot(one->steps, parity, rank);
+    return one->stride == 0 ? 0 : (size_t)((step - 1) / 2 % one->places) * one->stride;
 }
 
-/* The place in all slots of what is written before the next step. */
-static inline size_t find_place(const Collective *one)
+/* Return where the data of a rank for a step lies.
+ *
+ * No slot is written while others read it:
+ *
+ * - Small and ring slots, for ranks that may be ahead: a rank writes the data of step s when it has seen the words of
+ *   all ranks in step s - 1 - AHEAD, so all of them have read the data of the steps before that one. It replaces that
+ *   of step s - RING, which is one of these because RING >= AHEAD + 2. Such a slot has one place: a message that is
+ *   large enough for several is too large for it.
+ * - Other slots: in all operations that write to them each rank waits for all others in each step, and has caught up
+ *   before the first one. So a rank writes the data of step s when all ranks have reached step s - 1, and have read
+ *   that of step s - 2, the last one whose data may be in this slot, at any of its places: no place needs to be free
+ *   for longer because other ranks are behind. All ranks are in step s - 1 or s, so the number of the step, from which
+ *   the place follows, is the same on all of them. */
+static inline char *find_slot(const Collective *one, uint32_t step, int rank)
 {
-    return one->stride == 0 ? 0 : (size_t)(one->steps->step / 2 % one->places) * one->stride;
+    const Steps *steps = one->steps;
+    if (one->is_small)
+        return get_small_slot(steps, step, rank);
+    if (one->uses_ring)
+        return get_ring_slot(steps, step, rank);
+    return get_slot(steps, (int)(1 - (step & 1)), rank) + find_place(one, step);
+}
+
+static inline int end_step(const Collective *one)
+{
+    return one->waits_for_all ? sync_ranks(one->steps) : sync_with(one->steps, one->first, one->last);
 }
 
 /* Use several places of a slot in turn, so that what is written to one has left the private caches of the cores that
@@ -110,16 +134,16 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
     Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const int parity = get_parity(steps);
-        const size_t start = i * one->width, place = find_place(one);
+        const uint32_t step = steps->step + 1;
+        const size_t start = i * one->width;
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (one->everywhere || rank != one->root)
-            write_shared(steps, find_slot(one, parity, rank) + place, source + start, nbytes);
-        if (sync_ranks(steps) < 0)
+            write_shared(steps, find_slot(one, step, rank), source + start, nbytes);
+        if (end_step(one) < 0)
             return -1;
         if (one->has_result) {
             for (int peer = 0; peer < size; peer++)
-                one->parts[peer] = find_slot(one, parity, peer) + place;
+                one->parts[peer] = find_slot(one, step, peer);
             one->parts[rank] = source + start;
             reduce_parts(one, one->reduce_out, target + start, size, nbytes);
         }
@@ -146,7 +170,7 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
         const size_t start = i * width;
-        former = place, place = find_place(one);
+        former = place, place = find_place(one, steps->step + 1);
         char *results = steps->results[parity] + place;
         if (start < one->nbytes) {
             size_t nbytes = min_size(width, one->nbytes - start);
@@ -183,10 +207,10 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
 }
 
 /* Write the piece of each block that begins at `start` to this rank's slot. */
-static void write_moves(const Collective *one, const char *source, size_t start, size_t place)
+static void write_moves(const Collective *one, const char *source, size_t start)
 {
     Steps *steps = one->steps;
-    char *slot = find_slot(one, get_parity(steps), steps->rank) + place;
+    char *slot = find_slot(one, steps->step + 1, steps->rank);
     const Move *outgoing = one->moves + steps->size;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
@@ -202,14 +226,14 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     Steps *steps = one->steps;
     const Move *own = &one->own;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const int parity = get_parity(steps);
-        const size_t start = i * one->width, place = find_place(one);
-        write_moves(one, source, start, place);
-        if (sync_ranks(steps) < 0)
+        const uint32_t step = steps->step + 1;
+        const size_t start = i * one->width;
+        write_moves(one, source, start);
+        if (end_step(one) < 0)
             return -1;
         if (start < own->nbytes) {
             for (int peer = 0; peer < steps->size; peer++)
-                one->parts[peer] = find_slot(one, parity, peer) + place + one->moves[peer].from;
+                one->parts[peer] = find_slot(one, step, peer) + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
             reduce_parts(one, one->reduce_out, target + start, steps->size, min_size(one->width, own->nbytes - start));
         }
@@ -239,15 +263,15 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
     Steps *steps = one->steps;
     const int rank = steps->rank;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const int parity = get_parity(steps);
-        const size_t start = i * one->width, place = find_place(one);
+        const uint32_t step = steps->step + 1;
+        const size_t start = i * one->width;
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (rank < steps->size - 1)
-            write_shared(steps, find_slot(one, parity, rank) + place, source + start, nbytes);
-        if (sync_ranks(steps) < 0)
+            write_shared(steps, find_slot(one, step, rank), source + start, nbytes);
+        if (end_step(one) < 0)
             return -1;
         for (int lower = 0; lower < rank; lower++)
-            one->parts[lower] = find_slot(one, parity, lower) + place;
+            one->parts[lower] = find_slot(one, step, lower);
         one->parts[rank] = source + start;
         if (one->operands > 1)
             reduce_parts(one, one->reduce_out, target + start, one->operands, nbytes);
@@ -265,18 +289,18 @@ static int move_blocks(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const int parity = get_parity(steps);
-        const size_t start = i * one->width, place = find_place(one);
-        write_moves(one, source, start, place);
+        const uint32_t step = steps->step + 1;
+        const size_t start = i * one->width;
+        write_moves(one, source, start);
         /* While others still write. All of the input that they need has been written. */
         if (i == one->step_count - 1)
             copy_own(one, source, target);
-        if (sync_ranks(steps) < 0)
+        if (end_step(one) < 0)
             return -1;
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy_out(one, target + move->to + start, find_slot(one, parity, peer) + place + move->from,
+                copy_out(one, target + move->to + start, find_slot(one, step, peer) + move->from,
                          min_size(one->width, move->nbytes - start));
         }
     }
@@ -430,6 +454,26 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     one->own.nbytes = layout->blocks[rank];
 }
 
+/* Plan for which ranks this one waits, if the data fits in small slots or ring slots: those whose data it reads. A
+ * small slot would do for the blocks of some ranks only, so all of them decide by the largest ones. */
+static void plan_waits(Collective *one, const char *name, const Layout *layout)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    const bool from_root = strcmp(name, "bcast") == 0 || strcmp(name, "scatter") == 0;
+    const bool to_root = strcmp(name, "reduce") == 0 || strcmp(name, "gather") == 0;
+    const bool upwards = strcmp(name, "scan") == 0 || strcmp(name, "exscan") == 0;
+    const size_t blocks = strcmp(name, "scatter") == 0 ? (size_t)size : 1;
+    const size_t largest = strcmp(name, "gather") == 0 || blocks > 1 ? layout->largest : layout->total;
+    if (!(from_root || to_root || upwards) || one->step_count != 1 || largest > RING_SLOT_BYTES / blocks)
+        return;
+    one->uses_ring = true;
+    if (from_root && rank != layout->root)
+        one->first = layout->root, one->last = layout->root + 1;
+    else if (upwards)
+        one->last = rank;
+    one->waits_for_all = (to_root && rank == layout->root) || (upwards && rank == size - 1);
+}
+
 /* Returns -1 with an exception if there is no such collective. */
 static int plan(Collective *one, const char *name, const Layout *layout, size_t piece, bool flat)
 {
@@ -454,6 +498,8 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
         PyErr_Format(PyExc_ValueError, "Collective: there is no %s", name);
         return -1;
     }
+    one->waits_for_all = true;
+    plan_waits(one, name, layout);
     const bool reduces = one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks ||
                          one->run == reduce_prefixes;
     if (reduces && one->reduce == NULL) {
@@ -552,6 +598,7 @@ static void dealloc_collective(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     Py_XDECREF((PyObject *)one->steps);
+    Py_XDECREF(one->text);
     PyMem_Free(one->moves);
     PyMem_Free(one->parts);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -579,6 +626,9 @@ static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nb
 static int run_on(const Collective *one, const char *source, char *target)
 {
     const bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT, direct = tries_direct(one);
+    const bool in_ring = one->is_small || one->uses_ring || one->run == run_barrier;
+    if ((direct || !in_ring) && catch_up(one->steps) < 0)
+        return -1;
     if (direct && locate_arrays(one, source, target) < 0)
         return -1;
     if (releases)

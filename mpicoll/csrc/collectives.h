@@ -32,10 +32,14 @@ struct Collective {
     int (*run)(const Collective *, const char *source, char *target);
     uint32_t signature, step_count;
     Summary summary;       /* of the call that the collective carries out */
+    PyObject *text;        /* its description for other ranks, if this one may be ahead of them; else NULL */
     bool has_result;
     bool is_small;         /* what a rank writes fits in its small slot */
     size_t stride;         /* bytes between the places in a slot that are used in turn; 0 where there is one */
     uint32_t places;
+    bool uses_ring;        /* or in its ring slot, and some rank does not wait for all others; the same on all ranks */
+    bool waits_for_all;    /* the rank, in each step; otherwise only for those from `first` to before `last` */
+    int first, last;
     size_t itemsize;
     size_t source_bytes, target_bytes;
     size_t nbytes;         /* of the vector, or of all blocks */

@@ -53,7 +53,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 6 };
+enum { INTERFACE = 7 };
 
 static int fill_module(PyObject *module)
 {
@@ -69,6 +69,8 @@ static int fill_module(PyObject *module)
         if (status < 0)
             return -1;
     }
+    if (PyModule_AddIntConstant(module, "RING_BYTES", RING_BYTES) < 0)
+        return -1;
     return PyModule_AddIntConstant(module, "AREA_BYTES", sizeof(Area));
 }
 

@@ -1,17 +1,25 @@
 /* The synchronisation of the ranks of a node by flags in memory that they share.
  *
- * Each rank has two words, for steps of even and odd number: the number of the step in the upper half, and the
- * signature of the operation that the rank carries out in the lower half. A rank ends a step by storing its word, then
- * waits until the words of all other ranks have the same number. No rank is more than one step ahead of another one, so
- * a word of a step is replaced only after all ranks have seen it, and all of them draw the same conclusion from the
- * words:
+ * Each rank has a ring of words: the number of a step in the upper half, and the signature of the operation that the
+ * rank carries out in the lower half. A rank ends a step by storing its word, then waits until the words of the other
+ * ranks have the same number. It compares the words of all ranks, step by step:
  *
  * - all are equal: the operation goes on;
  * - the signature of a rank is 0: the rank has failed in this operation, which ends with this step on all ranks;
  * - other signatures differ: the ranks have begun different operations, which end with this step on all ranks.
  *
- * So the ranks remain synchronised in each case. A rank that stops waiting for the others, because they are late or
- * dead, abandons the operation: it can't be synchronised any more, which it states in a word of its own.
+ * A rank stores the word of a step only after it has seen those of all ranks AHEAD steps before, and the ring has
+ * twice as many words. So a word is replaced only after all ranks have seen it, and all of them draw the same
+ * conclusion from the words of a step.
+ *
+ * Most operations wait for all ranks in each step. Then no rank has gone on when the words of a step differ, and the
+ * ranks remain synchronised. A rank that needs no data of others, or not of all, may be ahead of them. That is a part
+ * of its word: where words differ after such a rank has gone on, no rank uses this memory any more. The description of
+ * its call is in shared memory then, so that the other ranks do not need it to raise their error: it may be far away in
+ * its program, or have ended.
+ *
+ * A rank that stops waiting for the others, because they are late or dead, abandons the operation. It and ranks that
+ * leave after a difference state in a word of their own that they can't be synchronised any more.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -33,16 +41,21 @@
 #include "direct.h"
 #include "records.h"
 
+/* Parts of the lower half of a word. */
+static const uint32_t SIGNATURE = 0x3FFFFFFFu;
+static const uint32_t WAITS_FOR_NONE = 1u << 31, WAITS_FOR_SOME = 1u << 30; /* or for all ranks */
+
 /* Signature of the step in which ranks that have begun different operations exchange descriptions of them. */
-static const uint32_t DESCRIBING = 0xD15C0FFEu;
+static const uint32_t DESCRIBING = 0x115C0FFEu;
 
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
-    RANK_BYTES = 4 * LINE,   /* flags and small slots of both parities, the state, posted numbers of both parities */
-    SMALL_AT = 16,           /* in the cache line of a flag */
-    STATE_AT = 2 * LINE,
-    SLEEPERS_AT = STATE_AT + 8, /* of both parities, in a line that is seldom written: a look there takes no transfer */
-    POSTED_AT = 3 * LINE,
+    NUMBER_AT = 8,           /* in the cache line of a flag: the number of the call among the collectives */
+    SMALL_AT = 16,           /* in the same line */
+    STATE_AT = RING * LINE,
+    SLEEPERS_AT = STATE_AT + LINE, /* in a line that is seldom written: a look there takes no transfer */
+    POSTED_AT = STATE_AT + 2 * LINE,
+    RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
     YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
@@ -51,6 +64,9 @@ enum {
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
+_Static_assert(RING * sizeof(uint32_t) <= LINE, "sleepers of all flags");
+_Static_assert(AHEAD >= 2 && RING >= AHEAD + 2, "the data that a rank replaces has been read: see find_slot");
+_Static_assert((RING & (RING - 1)) == 0 && RING % 4 == 0, "indices of numbers that wrap, of both parities");
 
 typedef _Atomic uint64_t Word;
 
@@ -58,19 +74,36 @@ static inline char *get_block(const Steps *steps, int rank) { return steps->flag
 
 static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 {
-    return (Word *)(void *)(get_block(steps, rank) + (size_t)(step & 1) * LINE);
+    return (Word *)(void *)(get_block(steps, rank) + (size_t)(step % RING) * LINE);
 }
 
 /* Whether ranks sleep until a rank has stored this flag. */
 static inline _Atomic uint32_t *get_sleepers(const Steps *steps, int rank, uint32_t step)
 {
-    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + SLEEPERS_AT) + (step & 1);
+    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + SLEEPERS_AT) + step % RING;
 }
 
-char *get_small_slot(const Steps *steps, int parity, int rank)
+/* The number of the call of a rank in a step, where it does not wait for all ranks. */
+static inline int64_t *get_call_number(const Steps *steps, int rank, uint32_t step)
 {
-    /* What is written to a slot ends with a step of the other parity. */
-    return get_block(steps, rank) + (size_t)(1 - parity) * LINE + SMALL_AT;
+    return (int64_t *)(void *)(get_block(steps, rank) + (size_t)(step % RING) * LINE + NUMBER_AT);
+}
+
+/* The length of the description of this call, then the description. */
+static inline char *get_text(const Steps *steps, int rank, uint32_t step)
+{
+    char *texts = steps->flags + (size_t)steps->size * RANK_BYTES;
+    return texts + ((size_t)rank * RING + step % RING) * TEXT_BYTES;
+}
+
+char *get_small_slot(const Steps *steps, uint32_t step, int rank)
+{
+    return get_block(steps, rank) + (size_t)(step % RING) * LINE + SMALL_AT;
+}
+
+char *get_ring_slot(const Steps *steps, uint32_t step, int rank)
+{
+    return steps->slots[steps->size + rank] + steps->slot_bytes + (size_t)(step % RING) * RING_STRIDE;
 }
 
 static inline Word *get_state(const Steps *steps, int rank)
@@ -92,31 +125,114 @@ static inline void relax(void)
 #endif
 }
 
-/* The words of the other ranks in the current step, as far as they have been seen. Each is read once after its rank has
- * stored it: that rank goes on, and soon writes to this memory again. */
-typedef struct {
-    int next; /* rank, before which all have been seen */
-    uint64_t own, difference;
-} Words;
+static inline uint32_t get_word(const Steps *steps, int rank, uint32_t step)
+{
+    return (uint32_t)atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire);
+}
 
-/* Look at the words that have not been seen yet, and return true if there are no more of them. */
+static inline uint32_t get_signature(const Steps *steps, int rank, uint32_t step)
+{
+    return get_word(steps, rank, step) & SIGNATURE;
+}
+
+/* Whether a rank does not wait for all others in a step, and has described its call. */
+static inline bool has_described(const Steps *steps, int rank, uint32_t step)
+{
+    return (get_word(steps, rank, step) & (WAITS_FOR_NONE | WAITS_FOR_SOME)) != 0;
+}
+
+/* Whether a rank is not one of those whose words are looked at. */
+static inline bool is_skipped(const Steps *steps, const Words *words, int rank)
+{
+    return rank == steps->rank || (words->describes && has_described(steps, rank, steps->different_step));
+}
+
+/* Look at the words that have not been seen yet, and return true if there are no more of them. Each is read once after
+ * its rank has stored it: that rank goes on, and soon writes to this memory again. */
 static inline bool see_words(const Steps *steps, Words *words)
 {
-    for (; words->next < steps->size; words->next++) {
-        if (words->next == steps->rank)
+    for (; words->next < words->end; words->next++) {
+        if (is_skipped(steps, words, words->next))
             continue;
-        uint64_t word = atomic_load_explicit(get_flag(steps, words->next, steps->step), memory_order_acquire);
-        if ((uint32_t)(word >> 32) != steps->step)
+        uint64_t word = atomic_load_explicit(get_flag(steps, words->next, words->step), memory_order_acquire);
+        if ((uint32_t)(word >> 32) != words->step)
             return false;
-        words->difference |= word ^ words->own;
+        words->difference |= ((uint32_t)word ^ words->own) & SIGNATURE;
     }
     return true;
 }
 
+/* Prepare to look at the words of all ranks in a step. */
+static inline Words begin_words(const Steps *steps, uint32_t step)
+{
+    return (Words){.step = step, .end = steps->size, .own = get_signature(steps, steps->rank, step)};
+}
+
+/* Look at the words of each step up to `until`, from those of the step after the last one that has been seen. Returns 0
+ * if they have been seen, 1 if they differ in a step, -1 if some have not been stored. */
+static inline int see_steps(Steps *steps, Words *words, uint32_t until)
+{
+    while ((int32_t)(until - steps->seen) > 0) {
+        if (!see_words(steps, words))
+            return -1;
+        if (words->difference != 0) {
+            steps->different_step = words->step;
+            return 1;
+        }
+        steps->seen = words->step;
+        *words = begin_words(steps, steps->seen + 1);
+    }
+    return 0;
+}
+
+/* Look at all words that have been stored. Returns as see_steps. */
+static int look_ahead(Steps *steps)
+{
+    Words words = begin_words(steps, steps->seen + 1);
+    return see_steps(steps, &words, steps->step);
+}
+
+/* Whether words differ in a step that has not been seen, after which this rank may not go on. Any thread may ask. */
+static bool differ_ahead(const Steps *steps)
+{
+    const uint32_t last = steps->step;
+    for (uint32_t step = steps->seen + 1; (int32_t)(last - step) >= 0; step++) {
+        Words words = begin_words(steps, step);
+        if (!see_words(steps, &words))
+            return false;
+        if (words.difference != 0)
+            return true;
+    }
+    return false;
+}
+
+/* The step that this rank waits for. */
+static inline uint32_t get_awaited_step(const Steps *steps)
+{
+    return steps->is_waiting ? steps->late.step : steps->step;
+}
+
 static inline bool has_reached(const Steps *steps, int rank)
 {
-    uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
-    return (uint32_t)(word >> 32) == steps->step;
+    const uint32_t step = get_awaited_step(steps);
+    return (uint32_t)(atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire) >> 32) == step;
+}
+
+/* Whether this rank waits for another one. */
+static inline bool is_late(const Steps *steps, int rank)
+{
+    const Words *late = &steps->late;
+    if (rank == steps->rank ||
+        (steps->is_waiting && (rank < late->next || rank >= late->end || is_skipped(steps, late, rank))))
+        return false;
+    return !has_reached(steps, rank);
+}
+
+/* Look whether the wait is over: also where words differ in an earlier step. Any thread may ask. */
+static bool is_over(const Steps *steps)
+{
+    Words late = steps->late;
+    return see_words(steps, &late) || differ_ahead(steps);
 }
 
 void release_gil(Steps *steps)
@@ -187,15 +303,16 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     int rank = 0;
-    while (rank < steps->size && has_reached(steps, rank))
+    while (rank < steps->size && !is_late(steps, rank))
         rank++;
     if (rank == steps->size || !(seconds > 0 && seconds < 1))
         Py_RETURN_NONE;
     const struct timespec limit = {.tv_nsec = (long)(1e9 * seconds)};
-    Word *flag = get_flag(steps, rank, steps->step);
-    atomic_store_explicit(get_sleepers(steps, rank, steps->step), 1, memory_order_seq_cst);
+    const uint32_t step = get_awaited_step(steps);
+    Word *flag = get_flag(steps, rank, step);
+    atomic_store_explicit(get_sleepers(steps, rank, step), 1, memory_order_seq_cst);
     const uint32_t number = (uint32_t)(atomic_load_explicit(flag, memory_order_seq_cst) >> 32);
-    if (number == steps->step)
+    if (number == step)
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     wait_for_change(flag, number, &limit);
@@ -203,27 +320,32 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Poll until all words have been seen, without the GIL. Returns false if some have not. */
-static bool poll_words(const Steps *steps, Words *words)
+/* Poll until the wait is over, without the GIL. Returns false if it is not. */
+static bool poll_words(const Steps *steps)
 {
     const int polls = steps->has_own_core ? POLLS_PER_YIELD : 1;
+    Words late = steps->late;
     for (int yields = 0; yields < YIELDS; yields++) {
         for (int poll = 0; poll < polls; poll++) {
-            if (see_words(steps, words))
+            if (see_words(steps, &late))
                 return true;
             relax();
         }
         sched_yield();
     }
-    return see_words(steps, words);
+    return is_over(steps);
+}
+
+/* Show the running operation to Python code. Returns -1 with an exception. The GIL is held. */
+static int show_operation(Steps *steps)
+{
+    return steps->running == NULL ? 0 : steps->running->publish(steps->running);
 }
 
 /* Call a method in Python. Returns -1 with its exception. The GIL is held. */
 static int call_python(Steps *steps, const char *name)
 {
-    PyObject *none = NULL;
-    if (steps->running == NULL || steps->running->publish(steps->running) == 0)
-        none = PyObject_CallMethod((PyObject *)steps, name, NULL);
+    PyObject *none = show_operation(steps) < 0 ? NULL : PyObject_CallMethod((PyObject *)steps, name, NULL);
     Py_XDECREF(none);
     return none == NULL ? -1 : 0;
 }
@@ -255,14 +377,20 @@ int raise_interrupt(Steps *steps)
     return -1;
 }
 
-static void abandon_operation(Steps *steps)
+/* State that this rank can't be synchronised any more. */
+static void leave_ranks(Steps *steps)
 {
     steps->unusable = true;
+    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+}
+
+static void abandon_operation(Steps *steps)
+{
     /* Ranks that reach this step later must see that this rank has left it. */
     store_flag(steps, 0);
     /* They must not have seen another word when this rank changes the arrays that they read. */
     atomic_thread_fence(memory_order_seq_cst);
-    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+    leave_ranks(steps);
 }
 
 /* Record the ranks that this rank waits for; none, if it does not wait any more. */
@@ -270,7 +398,7 @@ static void record_late_ranks(const Steps *steps)
 {
     int late[SHOWN_RANKS], count = 0;
     for (int rank = 0; rank < steps->size; rank++) {
-        if (has_reached(steps, rank))
+        if (!is_late(steps, rank))
             continue;
         if (count < SHOWN_RANKS)
             late[count] = steps->members == NULL ? rank : steps->members[rank];
@@ -298,49 +426,76 @@ static int wait_in_python(Steps *steps)
     return status;
 }
 
-/* Wait for the ranks whose words have not been seen. Returns -1 if the wait has failed. */
-static int wait_for_words(Steps *steps, Words *words)
+/* Wait for words that have not been seen, without the GIL or in Python. Returns 0 when they have been stored, or the
+ * words of an earlier step differ; -1 if the wait has failed. */
+static __attribute__((noinline)) int wait_long(Steps *steps, const Words *words)
 {
-    for (int spin = steps->has_own_core ? SPINS : SHARED_SPINS; spin > 0; spin--) {
-        relax();
-        if (see_words(steps, words))
-            return 0;
-    }
+    /* The watchdog's thread may look at this: it changes here only. */
+    steps->late = *words;
+    steps->is_waiting = true;
     bool held = steps->released == NULL;
     release_gil(steps);
-    int status = 0;
-    if (!poll_words(steps, words)) {
+    const bool over = poll_words(steps);
+    if (held || !over)
         acquire_gil(steps);
-        status = wait_in_python(steps);
-        see_words(steps, words);
-        if (!held)
-            release_gil(steps);
-    } else if (held) {
-        acquire_gil(steps);
-    }
+    int status = over ? 0 : wait_in_python(steps);
+    steps->is_waiting = false;
+    if (!held && !over)
+        release_gil(steps);
     return status;
 }
 
-/* End a step. Returns 1 if the words of the ranks differ, 0 if they are equal, -1 if the wait has failed. */
-static int sync_words(Steps *steps, uint32_t signature)
+static inline int count_spins(const Steps *steps) { return steps->has_own_core ? SPINS : SHARED_SPINS; }
+
+/* Wait until the words of all ranks up to a step of this rank have been seen. Returns 1 if they differ in a step, 0 if
+ * they are equal, -1 with an exception if the wait has failed. */
+static inline int wait_for_all(Steps *steps, uint32_t until)
 {
+    Words words = begin_words(steps, steps->seen + 1);
+    for (int spin = count_spins(steps);; spin--) {
+        int status = see_steps(steps, &words, until);
+        if (status >= 0)
+            return status;
+        if (spin > 0) {
+            relax();
+            continue;
+        }
+        const Words last = begin_words(steps, until);
+        if (wait_long(steps, &last) < 0)
+            return -1;
+    }
+}
+
+/* Wait until this rank may store the word of its next step. Returns as wait_for_all. */
+static __attribute__((noinline)) int make_room(Steps *steps)
+{
+    int status = look_ahead(steps);
+    if (status < 0 && steps->step - steps->seen >= AHEAD)
+        return wait_for_all(steps, steps->step - AHEAD / 2);
+    return status > 0;
+}
+
+/* End a step. Returns as wait_for_all. */
+static inline int sync_words(Steps *steps, uint32_t signature)
+{
+    if (__builtin_expect(steps->step - steps->seen >= AHEAD, 0)) {
+        int status = make_room(steps);
+        if (status != 0)
+            return status;
+    }
     /* What this rank has read from arrays of other ranks, it has read before it looks at their words again. */
     atomic_thread_fence(memory_order_acquire);
-    uint32_t step = ++steps->step;
-    Words words = {.own = (uint64_t)step << 32 | signature};
+    steps->step++;
     store_flag(steps, signature);
-    if (!see_words(steps, &words) && wait_for_words(steps, &words) < 0)
-        return -1;
-    return words.difference != 0;
+    return wait_for_all(steps, steps->step);
 }
 
 /* Return true if the ranks have begun different operations, whether or not some have failed. */
-static bool have_begun_different_operations(const Steps *steps)
+static bool have_begun_different_operations(const Steps *steps, uint32_t step)
 {
     uint32_t seen = 0;
     for (int rank = 0; rank < steps->size; rank++) {
-        uint32_t signature =
-            (uint32_t)atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+        uint32_t signature = get_signature(steps, rank, step);
         if (signature != 0 && seen != 0 && signature != seen)
             return true;
         seen = signature != 0 ? signature : seen;
@@ -348,34 +503,87 @@ static bool have_begun_different_operations(const Steps *steps)
     return false;
 }
 
+/* Return true if a rank may have gone on after a step in which words differ; the same on all ranks. */
+static bool may_have_gone_on(const Steps *steps, uint32_t step)
+{
+    for (int rank = 0; rank < steps->size; rank++) {
+        uint32_t word = (uint32_t)atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire);
+        if (word & WAITS_FOR_NONE)
+            return true;
+        for (int other = 0; (word & WAITS_FOR_SOME) && other < steps->size; other++) {
+            if (other != rank && get_signature(steps, other, step) == (word & SIGNATURE))
+                return true;
+        }
+    }
+    return false;
+}
+
+/* Publish the description of the running call, for the step in which the words differ. */
+static void publish_description(Steps *steps)
+{
+    /* A second exception of a signal handler replaces the description: the other ranks wait for this one. */
+    for (int i = 0; i < 2 && call_python(steps, "publish_description") < 0; i++) {
+        if (!defer_exception(steps))
+            PyErr_Clear();
+    }
+}
+
+/* Wait until the ranks that have not described their calls in the step whose words differ have published them. Returns
+ * -1 with an exception if that fails. */
+static int wait_for_descriptions(Steps *steps)
+{
+    Words words = {.step = steps->step, .end = steps->size, .describes = true};
+    for (int spin = count_spins(steps); !see_words(steps, &words); spin--) {
+        if (spin > 0)
+            relax();
+        else if (wait_long(steps, &words) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Exchange the descriptions of the calls that differ. Ranks that have not gone on reach another step, in which all of
+ * them are synchronised again. If a rank has gone on, those that have not publish theirs, and state that in the word of
+ * a step that no rank reaches otherwise. Returns -1 with an exception. */
+static int exchange_descriptions(Steps *steps, bool have_parted)
+{
+    const uint32_t step = steps->different_step;
+    const bool described = has_described(steps, steps->rank, step);
+    if (!described)
+        publish_description(steps);
+    if (!have_parted) {
+        steps->seen = steps->step = step;
+        return sync_words(steps, DESCRIBING);
+    }
+    steps->seen = steps->step = step + AHEAD;
+    if (!described)
+        store_flag(steps, DESCRIBING);
+    return wait_for_descriptions(steps);
+}
+
 /* End the operation, on all ranks alike. Returns 0 if this rank has failed itself, otherwise -1 with the error. */
 static int conclude(Steps *steps, uint32_t signature)
 {
+    const bool have_parted = may_have_gone_on(steps, steps->different_step);
     steps->left = true;
-    steps->different = have_begun_different_operations(steps);
-    if (steps->different) {
-        /* A second exception of a signal handler replaces the description: the other ranks wait for this one. */
-        for (int i = 0; i < 2 && call_python(steps, "publish_description") < 0; i++) {
-            if (!defer_exception(steps))
-                PyErr_Clear();
-        }
-        if (sync_words(steps, DESCRIBING) < 0)
-            return -1;
-    }
+    steps->different = have_begun_different_operations(steps, steps->different_step);
+    int status = steps->different ? exchange_descriptions(steps, have_parted) : 0;
+    if (status >= 0)
+        steps->seen = steps->step;
+    if (have_parted)
+        leave_ranks(steps);
+    if (status < 0)
+        return -1;
     return signature == 0 ? 0 : call_python(steps, "raise_difference");
 }
 
-static int sync_signature(Steps *steps, uint32_t signature)
+/* End a step, or an operation, whose words are not all equal: `status` is what sync_words has returned. Returns as
+ * sync_ranks. */
+static __attribute__((noinline, cold)) int end_operation(Steps *steps, int status, uint32_t signature)
 {
-    int status = steps->unusable ? 1 : sync_words(steps, signature);
-    if (status == 0 && signature != 0) {
-        /* Ranks that disagree about the number of steps disagree at the step that only some of them have. */
-        steps->signature = signature + 1 ? signature + 1 : 1;
-        return 0;
-    }
     bool held = steps->released == NULL;
     acquire_gil(steps);
-    if (steps->unusable && status > 0)
+    if (steps->unusable && status >= 0)
         status = call_python(steps, "raise_unusable");
     else if (status >= 0)
         status = conclude(steps, signature);
@@ -386,9 +594,96 @@ static int sync_signature(Steps *steps, uint32_t signature)
     return status;
 }
 
-int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
+/* Return the signature of the current step, and prepare that of the next one: ranks that disagree about the number of
+ * steps disagree at the step that only some of them have. */
+static inline uint32_t next_signature(Steps *steps)
+{
+    uint32_t signature = steps->signature & SIGNATURE;
+    signature += signature == 0;
+    steps->signature = signature + 1;
+    return signature;
+}
 
-int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
+int sync_ranks(Steps *steps)
+{
+    const uint32_t signature = next_signature(steps);
+    const int status = steps->unusable ? 1 : sync_words(steps, signature);
+    return status == 0 ? 0 : end_operation(steps, status, signature);
+}
+
+int sync_failed(Steps *steps)
+{
+    int status = steps->unusable ? 1 : sync_words(steps, 0);
+    if (status == 0) /* all ranks have failed */
+        steps->different_step = steps->step;
+    return end_operation(steps, status, 0);
+}
+
+/* Keep the running operation, and its description in shared memory, for the next step. */
+static inline void keep_call(Steps *steps)
+{
+    const uint32_t step = steps->step + 1;
+    Kept *kept = &steps->kept[step % RING];
+    kept->number = steps->call.number;
+    *get_call_number(steps, steps->rank, step) = (int64_t)kept->number;
+    if (__builtin_expect(kept->text == steps->call.text, 1))
+        return;
+    const Kept old = *kept;
+    kept->text = Py_NewRef(steps->call.text);
+    kept->call = Py_NewRef(steps->call.call);
+    char *text = NULL;
+    Py_ssize_t length = 0;
+    if (PyBytes_AsStringAndSize(kept->text, &text, &length) < 0 || length > TEXT_BYTES - (Py_ssize_t)sizeof length) {
+        PyErr_Clear();
+        length = 0;
+    }
+    char *place = get_text(steps, steps->rank, step);
+    memcpy(place, &length, sizeof length);
+    if (length > 0)
+        memcpy(place + sizeof length, text, (size_t)length);
+    Py_XDECREF(old.text);
+    Py_XDECREF(old.call);
+}
+
+/* Wait for some ranks in the last step. Returns as wait_for_all. */
+static inline int wait_for_some(Steps *steps, uint32_t signature, int first, int last)
+{
+    Words words = {.step = steps->step, .next = first, .end = last, .own = signature};
+    for (int spin = count_spins(steps); !see_words(steps, &words); spin--) {
+        if (spin == 0) {
+            if (wait_long(steps, &words) < 0)
+                return -1;
+            if (!see_words(steps, &words))
+                words.difference = 1; /* in an earlier step */
+            break;
+        }
+        relax();
+    }
+    return words.difference == 0 ? 0 : wait_for_all(steps, steps->step);
+}
+
+int sync_with(Steps *steps, int first, int last)
+{
+    if (steps->call.text == NULL || steps->released != NULL || steps->unusable)
+        return sync_ranks(steps);
+    const uint32_t signature = next_signature(steps);
+    int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
+    if (status == 0) {
+        keep_call(steps);
+        steps->step++;
+        store_flag(steps, signature | (first < last ? WAITS_FOR_SOME : WAITS_FOR_NONE));
+        status = wait_for_some(steps, signature, first, last);
+    }
+    return status == 0 ? 0 : end_operation(steps, status, signature);
+}
+
+int catch_up(Steps *steps)
+{
+    if (__builtin_expect(steps->seen == steps->step, 1) || steps->unusable)
+        return 0;
+    const int status = wait_for_all(steps, steps->step);
+    return status == 0 ? 0 : end_operation(steps, status, 1);
+}
 
 /* --- the Python type */
 
@@ -425,7 +720,7 @@ static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
     if (PyObject_GetBuffer(memory, &steps->memory, PyBUF_WRITABLE) < 0)
         return -1;
     size_t shift = -(uintptr_t)steps->memory.buf & (LINE - 1);
-    if ((size_t)steps->memory.len < shift + (size_t)steps->size * RANK_BYTES) {
+    if ((size_t)steps->memory.len < shift + (size_t)steps->size * (RANK_BYTES + RING * TEXT_BYTES)) {
         PyBuffer_Release(&steps->memory);
         PyErr_Format(PyExc_ValueError, "Steps: %zd bytes are too few for %d ranks", steps->memory.len, steps->size);
         return -1;
@@ -443,6 +738,10 @@ static void dealloc_steps(PyObject *self)
     if (steps->flags != NULL)
         PyBuffer_Release(&steps->memory);
     Py_XDECREF(steps->interrupt);
+    for (int i = 0; i < RING; i++) {
+        Py_XDECREF(steps->kept[i].call);
+        Py_XDECREF(steps->kept[i].text);
+    }
     PyMem_Free(steps->slots);
     PyMem_Free(steps->members);
     free_locations(steps);
@@ -457,7 +756,7 @@ static PyObject *count_flag_bytes(PyObject *type, PyObject *args)
     int size;
     if (!PyArg_ParseTuple(args, "i", &size))
         return NULL;
-    return PyLong_FromLong((long)size * RANK_BYTES + LINE);
+    return PyLong_FromLong((long)size * (RANK_BYTES + RING * TEXT_BYTES) + LINE);
 }
 
 static PyObject *set_slots(PyObject *self, PyObject *args)
@@ -509,6 +808,12 @@ static PyObject *step_signature(PyObject *self, PyObject *signature)
     return sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *catch_up_method(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return catch_up((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *step_failed(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -546,8 +851,6 @@ static PyObject *list_ranks(const Steps *steps, bool (*is_wanted)(const Steps *,
     return ranks;
 }
 
-static bool is_late(const Steps *steps, int rank) { return !has_reached(steps, rank); }
-
 static bool is_unusable(const Steps *steps, int rank)
 {
     return atomic_load_explicit(get_state(steps, rank), memory_order_acquire) != 0;
@@ -556,9 +859,12 @@ static bool is_unusable(const Steps *steps, int rank)
 static PyObject *list_late_ranks(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    if (((Steps *)self)->waiting >= 0)
-        record_late_ranks((Steps *)self);
-    return list_ranks((Steps *)self, is_late);
+    Steps *steps = (Steps *)self;
+    if (steps->is_waiting ? is_over(steps) : differ_ahead(steps))
+        return PyList_New(0);
+    if (steps->waiting >= 0)
+        record_late_ranks(steps);
+    return list_ranks(steps, is_late);
 }
 
 static PyObject *list_unusable_ranks(PyObject *self, PyObject *unused)
@@ -573,8 +879,7 @@ static PyObject *list_signatures(PyObject *self, PyObject *unused)
     Steps *steps = (Steps *)self;
     PyObject *signatures = PyList_New(0);
     for (int rank = 0; signatures != NULL && rank < steps->size; rank++) {
-        uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
-        PyObject *number = PyLong_FromUnsignedLong((uint32_t)word);
+        PyObject *number = PyLong_FromUnsignedLong(get_signature(steps, rank, steps->different_step));
         if (number == NULL || PyList_Append(signatures, number) < 0)
             Py_CLEAR(signatures);
         Py_XDECREF(number);
@@ -582,11 +887,44 @@ static PyObject *list_signatures(PyObject *self, PyObject *unused)
     return signatures;
 }
 
+/* Return the number and the description of a rank's call in the step in which the words differ, or None if the rank
+ * waits for all others in this step. */
+static PyObject *read_call(PyObject *self, PyObject *argument)
+{
+    const Steps *steps = (Steps *)self;
+    const long rank = PyLong_AsLong(argument);
+    if (rank < 0 || rank >= steps->size) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "Steps: there is no rank %ld", rank);
+        return NULL;
+    }
+    const uint32_t step = steps->different_step;
+    if (!has_described(steps, (int)rank, step))
+        Py_RETURN_NONE;
+    const char *text = get_text(steps, (int)rank, step);
+    Py_ssize_t length;
+    memcpy(&length, text, sizeof length);
+    return Py_BuildValue("(Ly#)", (long long)*get_call_number(steps, (int)rank, step), text + sizeof length, length);
+}
+
+/* Return the first call, and its number, whose words this rank has not seen; None if there is none. */
+static PyObject *find_unseen_call(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Steps *steps = (Steps *)self;
+    if (steps->unusable || look_ahead(steps) == 0)
+        Py_RETURN_NONE;
+    const Kept *kept = &steps->kept[(steps->seen + 1) % RING];
+    return kept->call == NULL ? Py_NewRef(Py_None) : Py_BuildValue("(OK)", kept->call, kept->number);
+}
+
 static PyObject *post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Steps *steps = (Steps *)self;
     if (nargs > POSTED)
         return PyErr_Format(PyExc_ValueError, "Steps: at most %d numbers are posted in a step", POSTED);
+    if (catch_up(steps) < 0)
+        return NULL;
     int64_t *posted = get_posted(steps, steps->rank, get_parity(steps));
     for (Py_ssize_t i = 0; i < nargs; i++)
         posted[i] = PyLong_AsLongLong(args[i]);
@@ -634,11 +972,15 @@ static PyMethodDef methods[] = {
      "count_flag_bytes(size)\n--\n\nReturn the bytes of the memory for the flags of `size` ranks."},
     {"set_slots", set_slots, METH_VARARGS,
      "set_slots(addresses, even, odd, nbytes)\n--\n\nSet the addresses of the slots (those of even steps by rank, then"
-     " of odd ones), of the results of even and odd steps, and the bytes of each."},
+     " of odd ones), of the results of even and odd steps, and the bytes of each. RING_BYTES follow each slot of odd"
+     " steps."},
     {"step", step, METH_NOARGS,
      "step()\n--\n\nEnd a step of the running operation: what the ranks wrote before is visible to all of them."},
     {"step_signature", step_signature, METH_O,
      "step_signature(signature)\n--\n\nBegin an operation, and end its first step."},
+    {"catch_up", catch_up_method, METH_NOARGS,
+     "catch_up()\n--\n\nWait until all ranks have reached the last step of this rank, and compare their operations. All"
+     " slots can be written afterwards."},
     {"step_failed", step_failed, METH_NOARGS,
      "step_failed()\n--\n\nEnd a step in which this rank has failed, and with it the operation on all ranks."},
     {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nEnd the synchronisation with the other ranks permanently."},
@@ -651,8 +993,14 @@ static PyMethodDef methods[] = {
      "list_late_ranks()\n--\n\nReturn the ranks that have not ended the step that this rank has."},
     {"list_unusable_ranks", list_unusable_ranks, METH_NOARGS,
      "list_unusable_ranks()\n--\n\nReturn the ranks that have abandoned an operation."},
+    {"read_call", read_call, METH_O,
+     "read_call(rank)\n--\n\nReturn the number and the description of a rank's call in the step in which the signatures"
+     " have differed; None if the rank has waited for all others in this step, and publishes them itself."},
+    {"find_unseen_call", find_unseen_call, METH_NOARGS,
+     "find_unseen_call()\n--\n\nReturn the first call, and its number, that was not compared with those of all ranks,"
+     " or None. No operation may be running."},
     {"list_signatures", list_signatures, METH_NOARGS,
-     "list_signatures()\n--\n\nReturn the signatures of all ranks in the step that has just ended."},
+     "list_signatures()\n--\n\nReturn the signatures of all ranks in the step in which they have differed."},
     {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL,
      "post(*values)\n--\n\nPublish up to 8 numbers, which the other ranks read by `read_posted` after the next step."},
     {"read_posted", read_posted, METH_O,
@@ -676,7 +1024,8 @@ static PyMemberDef members[] = {
     {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
     {"unreadable_rank", T_INT, offsetof(Steps, unreadable_rank), READONLY,
      "The rank that forbade others to read its memory in the last operation that would have read it; -1 if none did."},
-    {"number", T_UINT, offsetof(Steps, step), 0, "Number of the last step, modulo 2 to the power of 32."},
+    {"different_step", T_UINT, offsetof(Steps, different_step), READONLY,
+     "Number of the last step in which the signatures have differed."},
     {"signature", T_UINT, offsetof(Steps, signature), 0, "Signature of the running operation, never 0."},
     {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},
     {"left", T_BOOL, offsetof(Steps, left), 0,
@@ -692,7 +1041,25 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyObject *get_number_attribute(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLong(((Steps *)self)->step);
+}
+
+static int set_number_attribute(PyObject *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    unsigned long number = value == NULL ? 0 : PyLong_AsUnsignedLong(value);
+    if (value == NULL || (number == (unsigned long)-1 && PyErr_Occurred()))
+        return -1;
+    ((Steps *)self)->step = ((Steps *)self)->seen = (uint32_t)number;
+    return 0;
+}
+
 static PyGetSetDef attributes[] = {
+    {"number", get_number_attribute, set_number_attribute, "Number of the last step, modulo 2 to the power of 32.",
+     NULL},
     {"parity", get_parity_attribute, NULL, "Parity of the slots to write to before the next step.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -9,7 +9,13 @@
 
 enum {
     POSTED = 8, /* numbers that a rank posts in a step */
-    SMALL_SLOT_BYTES = 48
+    SMALL_SLOT_BYTES = 48,
+    AHEAD = 16, /* steps after the last one in which a rank has seen the words of all ranks */
+    RING = 2 * AHEAD, /* words, small and ring slots of a rank */
+    RING_SLOT_BYTES = 1024,
+    RING_STRIDE = RING_SLOT_BYTES + 128, /* not a distance at which caches keep all slots in the same few places */
+    RING_BYTES = RING * RING_STRIDE,
+    TEXT_BYTES = 1024 /* of the description of a call, with its length */
 };
 
 /* The running operation, which is shown to Python before Python code runs that may ask for it. */
@@ -19,9 +25,24 @@ struct Running {
     int record;
 };
 
+/* What a rank looks at: the words of ranks in a step. */
+typedef struct {
+    uint32_t step;
+    int next, end;            /* ranks: those before `next` have been seen */
+    uint32_t own, difference; /* signatures */
+    bool describes;           /* the words of ranks that have to publish descriptions, and not those of the others */
+} Words;
+
+/* A call in whose step this rank does not wait for all others. */
+typedef struct {
+    PyObject *call, *text;     /* the call and its description, which other ranks read */
+    unsigned long long number; /* among the collectives of the communicator */
+} Kept;
+
 /* The steps of one communicator on this rank. Each step has a parity: a rank writes to the slots of the parity of its
  * next step, and after that step reads what the other ranks have written to theirs. Two slots of each rank suffice: a
- * rank that writes to a slot has completed the step before, so no other rank reads what was written two steps ago. */
+ * rank that writes to a slot has completed the step before, so no other rank reads what was written two steps ago.
+ * Ranks that may be ahead of others use small and ring slots, of which there are as many as words. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory; /* of the flags */
@@ -29,10 +50,16 @@ typedef struct {
     int rank, size;
     int *members;           /* the ranks, as ranks of the job */
     uint32_t step;
+    uint32_t seen;          /* the step up to which the words of all ranks have been seen */
     uint32_t signature;     /* of the running operation and the index of its step, never 0 */
     bool has_own_core;      /* no other rank of the node uses it */
     bool unusable;          /* this rank has abandoned an operation */
     bool left;              /* the running operation has ended by a failure, on all ranks */
+    uint32_t different_step; /* in which the words have differed */
+    Words late;             /* those that this rank waits for, without the GIL or in Python */
+    bool is_waiting;        /* for these */
+    Kept call;              /* the running operation, if C has begun it and has its description; borrowed */
+    Kept kept[RING];        /* the operations of the last steps */
     bool different;         /* because the ranks have begun different operations */
     uint32_t first;         /* number of the step before the running operation */
     uint32_t last;          /* number of the last step of the running operation */
@@ -60,9 +87,12 @@ static inline char *get_slot(const Steps *steps, int parity, int rank)
     return steps->slots[parity * steps->size + rank];
 }
 
-/* Return a rank's slot for data of at most SMALL_SLOT_BYTES: one transfer between caches brings it with the flag. It is
- * aligned to 16 bytes. */
-char *get_small_slot(const Steps *steps, int parity, int rank);
+/* Return a rank's slot for data of at most SMALL_SLOT_BYTES that is written before a step: one transfer between caches
+ * brings it with the flag. It is aligned to 16 bytes. */
+char *get_small_slot(const Steps *steps, uint32_t step, int rank);
+
+/* Return a rank's slot for data of at most RING_SLOT_BYTES that is written before a step. */
+char *get_ring_slot(const Steps *steps, uint32_t step, int rank);
 
 /* The numbers that a rank posts in its next step, of parity `get_parity`, or has posted in the last one. */
 int64_t *get_posted(const Steps *steps, int rank, int parity);
@@ -71,6 +101,16 @@ int64_t *get_posted(const Steps *steps, int rank, int parity);
  * carry out different operations, one of them has failed in this one, or the wait for them has failed. Called with the
  * GIL or, after release_gil, without it. */
 int sync_ranks(Steps *steps);
+
+/* End a step as sync_ranks, but wait only for the ranks from `first` to before `last`, whose data this rank reads.
+ * What it has written lies in a small or ring slot. The words of the other ranks are compared before this rank is
+ * AHEAD steps further, at the latest. In an operation whose `call` has a description, which is kept in shared memory;
+ * others wait for all ranks. */
+int sync_with(Steps *steps, int first, int last);
+
+/* Wait until all ranks have reached the last step of this rank, and compare their words. The slots and posted numbers
+ * of both parities can be written afterwards. Returns as sync_ranks. */
+int catch_up(Steps *steps);
 
 /* End a step in which this rank has failed. As sync_ranks, but the failure of this rank is not an exception. */
 int sync_failed(Steps *steps);

@@ -70,6 +70,7 @@ def run_local(
             worlds.append(core)
             set_local_world(Communicator(core, _replace_world))
             results[transport.rank] = function(*args)
+            core.registry.compare_unseen_calls()
             completed = True
         except local.Killed:
             pass  # the fault that was asked for

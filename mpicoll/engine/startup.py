@@ -35,7 +35,7 @@ from mpicoll.engine.diagnostics.watchdog import Watchdog
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.query import TunedTable
 from mpicoll.engine.time_limit import time_limit
-from mpicoll.errors import CommunicatorError, SetupError
+from mpicoll.errors import CommunicationError, CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
 from mpicoll.transport.control.addresses import place
@@ -318,6 +318,12 @@ def _finish_pending(watch: Watchdog, owner: int) -> None:
             watch.abort.announce(
                 f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended"
             )
+            watch.abort.abort_all(1)
+        try:
+            queue.compare_unseen_calls()
+        except CommunicationError as error:
+            of = f"{describe_failure(error)}, at the end of its program; the job is ended"
+            watch.abort.announce(of, of)
             watch.abort.abort_all(1)
         # An error that the program has not retrieved ends the job, as an uncaught exception does.
         for operation in () if watch.peers.fault_tolerant else queue.unreported_failures():

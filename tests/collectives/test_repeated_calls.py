@@ -386,7 +386,7 @@ def test_plans_take_it(comm: mpicoll.Communicator) -> None:
     assert observer.calls == ["allreduce"]
     core.queue.observer = None
     with pytest.raises(mpicoll.MismatchError):
-        plans[1 if comm.rank else 3]()
+        plans[1 if comm.rank else 4]()
     assert plans[0]().tolist() == [4 * size] * 4
     assert is_last_short(core)
     comm.free()

@@ -54,6 +54,13 @@ class Wait(NamedTuple):
     acquire: bool = True
 
 
+class WaitAny(NamedTuple):
+    """Wait for the first of `waits`, or for one of the others, and return ``("reached", (index, value))``. What else
+    may end the wait is that of the first one, if none of them is reached."""
+
+    waits: tuple[Wait, ...]
+
+
 class Write(NamedTuple):
     """Write to plain memory of this rank."""
 
@@ -263,6 +270,8 @@ def _moves(state: _State) -> Iterator[tuple[int, str, _State]]:
             case Wait():
                 for what, following in _waited(state, rank, point.request):
                     yield rank, what, following
+            case WaitAny(waits):
+                yield from ((rank, *move) for move in _waited_any(state, rank, waits))
             case Read() | Write():
                 yield rank, f"{point.request}", _access(state, rank, point.request)
             case _:
@@ -284,6 +293,18 @@ def _waited(state: _State, rank: int, wait: Wait) -> Iterator[tuple[str, _State]
         _has_ended(state, other) and not wait.reached(state.words[other].latest(wait.place)) for other in wait.owners
     ):
         yield "timeout", _answer(state, rank, ("timeout", None))
+
+
+def _waited_any(state: _State, rank: int, waits: tuple[Wait, ...]) -> Iterator[tuple[str, _State]]:
+    for index, wait in enumerate(waits):
+        owner = wait.owners[0]
+        for _, value, clock in state.words[owner].readable(wait.place, state.clocks[rank][owner]):
+            if wait.reached(value):
+                found = _load(state, rank, clock, wait.acquire, ("reached", (index, value)))
+                yield f"has waited for {wait.place} of {owner}: {value}", found
+    # A rank looks at all words before it stops waiting.
+    if not any(wait.reached(state.words[wait.owners[0]].latest(wait.place)) for wait in waits):
+        yield from _waited(state, rank, waits[0])
 
 
 def _has_ended(state: _State, rank: int) -> bool:

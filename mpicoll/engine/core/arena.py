@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from mpicoll._shm import Steps
+from mpicoll._shm import RING_BYTES, Steps
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arena_wait import ArenaWait, CheckWait
 from mpicoll.engine.core.call_descriptions import CallDescriptions, DescribeCall, MismatchErrorOf, description_bytes
@@ -56,7 +57,8 @@ class Arena(Steps):
         flags = Steps.count_flag_bytes(size)
         head = flags + description_bytes(size)
         head += -head % mmap.PAGESIZE  # memory is registered with devices in whole pages
-        own = 2 * SLOT_BYTES
+        own = 2 * SLOT_BYTES + RING_BYTES
+        own += -own % mmap.PAGESIZE
         whole = transport.share(head + size * own + 2 * SLOT_BYTES if rank == 0 else 0)[0]
         super().__init__(whole[:flags].data, rank, size, transport.has_own_cores, tuple(transport.members))
         starts = [head + peer * own for peer in range(size)]
@@ -149,6 +151,7 @@ class Arena(Steps):
         self.signature = signature
         self.synchronize = synchronize
         try:
+            self.catch_up()
             if load is not None:
                 load()
             body(source, target)
@@ -177,20 +180,21 @@ class Arena(Steps):
         )
 
     def publish_description(self) -> None:
-        """Publish the description of this rank's call, because the ranks have begun different operations in the step
-        that has just ended. Called by ``step``, which then ends another step."""
-        self._descriptions.publish(self.number)
+        """Publish the description of the running call, because the ranks have begun different operations in a step.
+        Called by ``step``."""
+        self._descriptions.publish(self.different_step)
 
     def raise_difference(self) -> None:
         """Raise the error of an operation that has ended by a failure of another rank, or because the ranks have begun
         different operations. Called by ``step``."""
         if self.different:
-            raise self._descriptions.mismatch_error(self.number - 1 & 0xFFFFFFFF) or CommunicationError(
+            repeated = [self.read_call(rank) for rank in range(self.size)]
+            raise self._descriptions.mismatch_error(self.different_step, repeated) or CommunicationError(
                 f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype, op,"
                 " root or algorithm"
             )
         failed, what = self.list_signatures().index(0), "failed in this operation"
-        if failed in self.list_unusable_ranks():
+        if failed in self.list_unusable_ranks() and not self.unusable:
             self.abandon()
             what = "has abandoned this operation"
         raise CommunicationError(f"{self._name_rank()}: rank {failed} {what}, as its own error explains")
@@ -210,6 +214,23 @@ class Arena(Steps):
                     # operation.
                     self.abandon()
                     raise
+
+    def compare_unseen_calls(self, seconds: float, show: Callable[[], None]) -> None:
+        """Compare the calls in which this rank was ahead of others, which no later call does. Returns after `seconds`
+        if ranks have not begun them until then: this is no error, and they can still do so. `show` is called again and
+        again, as ranks begin calls.
+
+        Raises MismatchError if calls differ; CommunicationError if a rank can't begin them any more.
+        """
+        begin = time.monotonic()
+        with ArenaWait(self._transport, self._executing, self._check_wait, self.list_late_ranks, self.sleep) as wait:
+            while late := self.list_late_ranks():
+                if time.monotonic() - begin > seconds:
+                    return
+                show()
+                self._check_usable(late)
+                wait.pause(late)
+        self.catch_up()
 
     def _check_usable(self, late: Sequence[int]) -> None:
         for peer in self.list_unusable_ranks():

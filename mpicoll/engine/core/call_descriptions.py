@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ _TEXT = 1024
 operation, the length of the text, and the text."""
 
 DescribeCall: TypeAlias = "Callable[[], str]"
-"""Function that returns a description of this rank's current call, in less than 1000 bytes."""
+"""Function that returns a description of this rank's current call in less than 1000 bytes."""
 
 MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
 """Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
@@ -44,7 +44,7 @@ class CallDescriptions:
         self._mismatch_error_of = mismatch_error_of
 
     def publish(self, operation: int) -> None:
-        """Publish the description of this rank's call, whose number is `operation`."""
+        """Publish the description of this rank's current call, in step `operation`."""
         if self._describe_call is None:
             return
         try:
@@ -55,12 +55,20 @@ class CallDescriptions:
         place[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
         place[:16].view(np.int64)[:] = operation, len(text)
 
-    def mismatch_error(self, operation: int) -> Exception | None:
-        """Return the error for ranks that have begun different operations. Valid when all have published theirs."""
+    def mismatch_error(self, operation: int, repeated: Sequence[tuple[int, bytes] | None]) -> Exception | None:
+        """Return the error for ranks that have begun different operations. `repeated` has the number and description of
+        each rank's call, from :func:`~mpicoll.engine.core.call_mismatch.encode_repeated_call`; or None, if the rank has
+        published one."""
         if self._mismatch_error_of is None:
             return None
+        # Not at module level: the start of a job does not need it.
+        from mpicoll.engine.core.call_mismatch import number_description
+
         texts = []
-        for place in self._texts[operation & 1]:
+        for place, call in zip(self._texts[operation & 1], repeated, strict=True):
+            if call is not None:
+                texts.append(number_description(call[1].decode(), call[0]))
+                continue
             number, length = map(int, place[:16].view(np.int64))
             texts.append(place[16 : 16 + length].tobytes().decode() if number == operation else "")
         return self._mismatch_error_of(texts)

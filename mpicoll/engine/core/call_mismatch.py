@@ -18,6 +18,9 @@ Description: TypeAlias = "dict[str, Any]"
 MAX_TEXT = 1000
 """Maximum size in bytes of a description that :func:`encode_call` returns."""
 
+_NO_GROUP = Group("", "", (), 0, 0.0)
+"""Group of calls whose descriptions do not depend on it."""
+
 _MAX_BLOCKS = 5
 """Maximum number of mismatched blocks that an error names."""
 
@@ -99,6 +102,21 @@ def encode_call(raw: EntryTuple | None, *, runs: bool = True) -> str:
         if len(text.encode()) <= MAX_TEXT:
             return text
     return ""
+
+
+def encode_repeated_call(call: Call) -> str:
+    """Return a description of a call that this rank will repeat, without its number and its call site; see
+    :func:`encode_call` and :func:`number_description`."""
+    return encode_call((_NO_GROUP, 0, call, 0.0, None), runs=False)
+
+
+def number_description(text: str, number: int) -> str:
+    """Return the description of a repeated call as that of collective `number`."""
+    if not text:
+        return ""
+    description = json.loads(text)
+    description["fields"]["number"] = number
+    return json.dumps(description)
 
 
 def _shorten(description: Description) -> Iterator[Description]:

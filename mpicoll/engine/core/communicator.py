@@ -211,7 +211,8 @@ class Communicator:
         """Free the communicator after its pending operations have completed. Collective. Freeing it twice has no
         effect.
 
-        Raises CommunicatorError for the world, which lives as long as the process.
+        Raises CommunicatorError for the world, which lives as long as the process; MismatchError if the ranks have
+        called different collectives, and this was not found before.
         """
         if self._core.is_world:
             raise CommunicatorError(f"{self!r} belongs to the library and can't be freed")

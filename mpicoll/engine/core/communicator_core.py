@@ -191,7 +191,7 @@ class CommunicatorCore:
             executing = self.queue.executing
             outer, executing.executor = executing.executor, _SHARING
             try:
-                self._arena = Arena(
+                self._arena = self.queue.arena = Arena(
                     self.transport,
                     self.running.describe,
                     self.running.mismatch_error,
@@ -303,16 +303,20 @@ class CommunicatorCore:
     def _release_resources(self) -> None:
         """Release the resources other than those of MPI."""
         self.discard_calls()
-        self._arena = None
+        self._arena = self.queue.arena = None
         if self.devices is not None:
             self.devices.free()
             self.devices = None
 
     def free(self) -> None:
         """Free the communicator after its pending operations have completed. Collective. Freeing it twice has no
-        effect."""
+        effect.
+
+        Raises MismatchError if the ranks have called different collectives, and this was not found before.
+        """
         if not self.freed:
             self.queue.close()
+            self.queue.compare_unseen_calls()
             self.freed = True
             # A communicator that was abandoned, or whose ranks have died, can be freed as well.
             self.queue.match = accept_any_call

@@ -48,12 +48,17 @@ from mpicoll.engine.diagnostics.flight_recorder import (
 )
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
-from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, Timeout, TruncationError
 from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
     from mpicoll._shm import Collective, NativeCall
+    from mpicoll.engine.core.arena import Arena
+
+_LATENESS = 0.8
+"""Part of a communicator's timeout that ranks have, when it is freed or the program ends, to begin the calls that
+another rank has ended."""
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
@@ -111,6 +116,8 @@ class OperationQueue:
         # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have
         # begun.
         self.match: Callable[[Call], BaseException | None] = accept_any_call
+        # What the ranks of a node share, as soon as it exists.
+        self.arena: Arena | None = None
         # The running collective, its executor, and its thread, which is stored first.
         self.current: EntryTuple | None = None
         self.executing = Executing()
@@ -448,6 +455,48 @@ class OperationQueue:
         """Wait for all submitted operations. Return False if they have not completed within `timeout` seconds."""
         return bool(wait_for(lambda: not (self.pending or self.lock.locked()) or None, timeout, self.make_progress))
 
+    def describe_repeated(self, call: Call) -> bytes:
+        """Return the description of a call that will be repeated, for ranks that call another collective. Called by the
+        extension."""
+        from mpicoll.engine.core.call_mismatch import encode_repeated_call  # late: the start of a job does not need it
+
+        return encode_repeated_call(call).encode()
+
+    def has_unseen_calls(self) -> bool:
+        """Return True if this rank has ended calls that were not compared with those of all ranks."""
+        return self.arena is not None and self.arena.find_unseen_call() is not None
+
+    def compare_unseen_calls(self) -> None:
+        """Compare the calls that this rank has ended ahead of other ranks, where no later call will do so.
+
+        Raises MismatchError if they differ; CommunicationError if a rank can't begin them any more. That a rank is late
+        is no error.
+        """
+        if self.arena is None:
+            return
+        with self.lock:
+            if not self.has_unseen_calls():
+                return
+            self.thread = get_ident()
+            try:
+                self.arena.compare_unseen_calls(_LATENESS * self.group.timeout, self._show_unseen_call)
+            except RankFailed:
+                # Ranks that have died are reported by the watchdog, and are no error where the program goes on without
+                # them. Without it nothing else ends the job.
+                if self.watch is None:
+                    raise
+            except CommunicationError as error:
+                raise self.explain_error(error)  # noqa: B904  it has its cause
+            finally:
+                self.current = None
+
+    def _show_unseen_call(self) -> None:
+        """Show the first call that was not compared as running: the watchdog finds out if a rank has left without it.
+        Ranks that are late may still begin this call, but not the next one."""
+        unseen = None if self.arena is None else self.arena.find_unseen_call()
+        if unseen is not None and (self.current is None or self.current[1] != unseen[1]):
+            self.current = (self.group, unseen[1], unseen[0], monotonic(), None)
+
     def close(self, *, abandon: bool = False) -> None:
         """End the worker, after the queued operations have run or, with `abandon`, without running them."""
         if abandon:
@@ -482,10 +531,14 @@ class OperationQueue:
         if not self._closed:
             self.retire()
         self.stop()
-        if not self.pending and not self.lock.locked():
-            # They refer to the arena.
-            self.match = accept_any_call
-            self.discard_calls()
+        if self.pending or self.lock.locked():
+            return
+        if self.has_unseen_calls() and self.watch is not None:
+            self.watch.waits.keep(self)  # to compare these calls at exit
+            return
+        # They refer to the arena.
+        self.match, self.arena = accept_any_call, None
+        self.discard_calls()
 
     def retire(self) -> None:
         """Record the final position of the communicator, on which the program makes no more calls."""

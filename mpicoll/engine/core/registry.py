@@ -83,6 +83,12 @@ class Registry:
             known = [one() for one in self._members.copy()]
         return [comm for comm in known if comm is not None and not comm.freed]
 
+    def compare_unseen_calls(self) -> None:
+        """Compare the calls that this rank has ended ahead of other ranks, at the end of its program. Raises
+        MismatchError if they differ."""
+        for comm in self.members():
+            comm.queue.compare_unseen_calls()
+
     def change(self, check: bool | None, numerics: bool | None, checksum: bool | None) -> Change:
         """Change the checks from now on."""
         change = (check, numerics, checksum)

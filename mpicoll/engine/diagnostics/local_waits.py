@@ -40,6 +40,12 @@ class WatchedQueue(Protocol):
     def drain(self, timeout: float) -> bool:
         """Wait until the queue is empty, at most `timeout` seconds. Return True if it is empty."""
 
+    def has_unseen_calls(self) -> bool:
+        """Return True if this rank has ended calls that were not compared with those of all ranks."""
+
+    def compare_unseen_calls(self) -> None:
+        """Compare these calls, for which the queue waits. Raises MismatchError if they differ."""
+
     def refuse(self) -> None:
         """Raise CommunicatorError from now on."""
 
@@ -61,6 +67,7 @@ class LocalWaits:
         # Returns the messages that this process has started and that may be in transit: "send" or "recv", and the tag.
         self.started: Callable[[], list[tuple[str, int | None]]] = list
         self._queues: WeakSet[WatchedQueue] = WeakSet()
+        self._kept: list[WatchedQueue] = []
         self._lock = threading.Lock()
         self._retired: dict[str, tuple[Group, int]] = {}  # communicators that the program has freed or dropped
         self._meetings: dict[str, int] = {}  # number of meetings begun, by the key of their sequence
@@ -74,6 +81,11 @@ class LocalWaits:
         """Return all queues that are watched."""
         with self._lock:
             return list(self._queues)
+
+    def keep(self, queue: WatchedQueue) -> None:
+        """Keep a queue whose communicator was dropped, until its calls have been compared."""
+        self._kept = [one for one in self._kept if one.has_unseen_calls()]
+        self._kept.append(queue)
 
     def refuse_all(self) -> None:
         """Make every queue refuse operations, in a forked child."""

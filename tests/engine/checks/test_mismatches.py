@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,15 +39,23 @@ def test_generated_mismatches(several: Ranks, number: int) -> None:
 
 @pytest.mark.extension
 def test_mismatches_are_noticed_by_default(several: Ranks) -> None:
+    """Each on a communicator of its own, on which no rank repeats a call: ranks that do may be ahead."""
+
     def body() -> list[str]:
-        world = mpicoll.world()
-        return [
-            mismatches.check(one, world, lambda spec, form: mismatches.native(spec, world, form), checked=False)
-            for one in mismatches.by_default("native", several.size)
-        ]
+        world, failures = mpicoll.world(), []
+        for one in mismatches.by_default("native", several.size):
+            comm = world.duplicate()
+            call = partial(_call_native, comm)
+            failures.append(mismatches.check(one, comm, call, checked=False))
+            comm.free()
+        return failures
 
     for failures in several(body):
         assert [one for one in failures if one] == []
+
+
+def _call_native(comm: mpicoll.Communicator, spec: mismatches.Spec, form: str) -> None:
+    mismatches.native(spec, comm, form)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -245,10 +254,9 @@ REPEATED: dict[str, tuple[str, Callable[[bool, mpicoll.Communicator], object]]] 
     "elements": ("shape", lambda odd, comm: mpicoll.allreduce(_x(3 if odd else 2), comm=comm)),
     "dtype of as many bytes": (
         "dtype",
-        lambda odd, comm: mpicoll.bcast(_x(2, np.int32 if odd else np.float32), comm=comm),
+        lambda odd, comm: mpicoll.allreduce(_x(2, np.int32 if odd else np.float32), comm=comm),
     ),
     "rows without counts": ("shape", lambda odd, comm: mpicoll.allgather(_x(3 if odd else 2), comm=comm)),
-    "root": ("root", lambda odd, comm: mpicoll.reduce(_x(), root=int(odd), comm=comm)),
     "operation": (
         "operation",
         lambda odd, comm: mpicoll.bcast(_x(), comm=comm) if odd else mpicoll.allreduce(_x(), comm=comm),
@@ -276,6 +284,53 @@ def test_calls_that_were_kept_are_compared(several: Ranks, name: str) -> None:
                 call(comm.rank == comm.size - 1, comm)
             assert field in caught.value.fields
             assert mpicoll.allreduce(1, comm=comm) == comm.size
+        return str(caught.value).partition("\n")[0]
+
+    assert len(set(several(body))) == 1
+
+
+AHEAD: dict[str, tuple[str, Callable[[mpicoll.Communicator, bool], object]]] = {
+    "dtype": ("dtype", lambda comm, odd: mpicoll.bcast(_x(2, np.int32 if odd else np.float32), comm=comm)),
+    "root of bcast": ("root", lambda comm, odd: mpicoll.bcast(_x(), int(odd), comm=comm)),
+    "root of gather": ("root", lambda comm, odd: mpicoll.gather(_x(), 1 - int(odd), comm=comm)),
+    "bcast": (
+        "operation",
+        lambda comm, odd: mpicoll.allreduce(1, comm=comm) if odd else mpicoll.bcast(_x(), comm=comm),
+    ),
+    "scatter": ("operation", lambda comm, odd: mpicoll.barrier(comm=comm) if odd else _scatter(comm)),
+    "scan": ("operation", lambda comm, odd: mpicoll.exscan(_x(), comm=comm) if odd else mpicoll.scan(_x(), comm=comm)),
+}
+
+
+def _scatter(comm: mpicoll.Communicator) -> object:
+    return mpicoll.scatter(_x(comm.size) if comm.rank == 0 else None, out=_x(1), comm=comm)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_rank_that_is_ahead_raises_in_a_later_call(several: Ranks, name: str) -> None:
+    field, call = AHEAD[name]
+
+    def body() -> str:
+        world = mpicoll.world()
+        comm = world.duplicate()
+        for _ in range(3):
+            call(comm, False)
+            call(comm, True)
+        before = comm._core.queue.number
+
+        def go_on() -> None:
+            call(comm, comm.rank == comm.size - 1)
+            for _ in range(40):  # a rank that is ahead gets here
+                mpicoll.bcast(_x(), comm=comm)
+
+        with pytest.raises(mpicoll.MismatchError) as caught:
+            go_on()
+        assert field in caught.value.fields
+        assert f"disagree about collective {before + 1}: " in str(caught.value)
+        with pytest.raises(mpicoll.CommunicationError):
+            mpicoll.barrier(comm=comm)
+        assert mpicoll.allreduce(1) == world.size
         return str(caught.value).partition("\n")[0]
 
     assert len(set(several(body))) == 1

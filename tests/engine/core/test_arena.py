@@ -274,9 +274,9 @@ def test_the_number_of_steps_wraps() -> None:
                 raise _Fault
             arena.sync()
 
-        # As many steps as take the number there.
-        arena.number = 2**32 - 6
-        for _ in range(8):
+        # As many steps as take the number there, through all words, which begin with number 0.
+        arena.number = 2**32 - 60
+        for _ in range(40):
             with suppress(_Fault, CommunicationError):
                 arena.run(operate, 2)
             arena.run(lambda source, target: arena.sync(), 1)

@@ -1,0 +1,222 @@
+"""Ranks that only send, which may be some repeated calls ahead of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+import mpicoll
+
+pytestmark = pytest.mark.extension
+
+
+def test_ranks_that_only_send_may_be_ahead() -> None:
+    """By a number of calls that is bounded, whose data stays until the other ranks have it."""
+    ahead, last = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def body() -> list[float]:
+        comm, x = mpicoll.world(), np.zeros(100)
+        plan = mpicoll.bcast_init(x, comm=comm)
+        for _ in range(4):
+            plan()
+        mpicoll.barrier()
+        got = []
+        for number in range(30):
+            if comm.rank == 0:
+                x[:] = number
+                if number == 16:
+                    ahead.set()
+            elif number == 0:
+                assert ahead.wait(20)
+                assert not last.wait(0.05)
+            got.append(float(plan()[-1]))
+            if comm.rank == 0:
+                calls.append(number)
+                if number == 16:
+                    last.set()
+        return got
+
+    assert mpicoll.run_local(body, 2, timeout=30) == [list(range(30))] * 2
+
+
+def test_a_failure_after_a_rank_has_gone_on_ends_all_ranks() -> None:
+    def body() -> str:
+        comm, x = mpicoll.world(), np.zeros(4)
+        for _ in range(4):
+            mpicoll.bcast(x, out=x)
+        mpicoll.barrier()
+        arena = comm._core.arena()
+        assert arena is not None
+        failed = ""
+        if comm.rank:
+            arena.step_failed()
+        else:
+            mpicoll.bcast(x, out=x)
+            with pytest.raises(mpicoll.CommunicationError) as caught:
+                mpicoll.barrier()
+            failed = str(caught.value)
+        with pytest.raises(mpicoll.CommunicationError, match="not synchronised"):
+            mpicoll.barrier()
+        return failed
+
+    assert "rank 1 failed in this operation" in mpicoll.run_local(body, 2)[0]
+
+
+def _bind(comm: mpicoll.Communicator) -> None:
+    """Repeat calls until ranks may be ahead in them."""
+    for _ in range(3):
+        for root in range(comm.size):
+            mpicoll.bcast(np.zeros(4), root, comm=comm)
+    mpicoll.barrier(comm=comm)
+
+
+def test_ranks_may_catch_up_with_more_calls_than_a_rank_waits_for() -> None:
+    """A thread that holds the interpreter lock ends all calls that another one has begun, and does so between two looks
+    of that one."""
+
+    def body() -> None:
+        comm, x = mpicoll.world(), np.zeros(4)
+        _bind(comm)
+        for _ in range(5):
+            if comm.rank:
+                time.sleep(0.01)
+            for _ in range(30):
+                mpicoll.bcast(x, out=x)
+
+    mpicoll.run_local(body, 2, timeout=30)
+
+
+def test_ranks_that_each_take_themselves_for_the_root_of_the_last_call() -> None:
+    errors: list[str] = []
+
+    def body() -> None:
+        comm = mpicoll.world()
+        _bind(comm)
+        mpicoll.bcast(np.zeros(4), comm.rank)
+
+    with pytest.raises(mpicoll.MismatchError) as caught:
+        mpicoll.run_local(body, 2)
+    assert caught.value.fields == ("root",)
+
+    def freed() -> None:
+        comm = mpicoll.world().duplicate()
+        _bind(comm)
+        mpicoll.bcast(np.zeros(4), comm.rank, comm=comm)
+        with pytest.raises(mpicoll.MismatchError) as caught:
+            comm.free()
+        errors.append(str(caught.value))
+        comm.free()
+
+    mpicoll.run_local(freed, 3)
+    assert len(errors) == 3
+    assert len(set(errors)) == 1
+
+
+def test_the_other_ranks_need_no_further_call_of_one_that_is_ahead() -> None:
+    raised = threading.Event()
+
+    def body() -> None:
+        comm = mpicoll.world()
+        _bind(comm)
+        if comm.rank == 0:
+            mpicoll.bcast(np.zeros(4))
+            assert raised.wait(20)
+            return
+        try:
+            mpicoll.allreduce(np.zeros(4))
+        finally:
+            raised.set()
+
+    with pytest.raises(mpicoll.MismatchError, match="rank 0 calls bcast"):
+        mpicoll.run_local(body, 2)
+
+
+def test_a_rank_that_is_slow_is_no_error_at_the_end() -> None:
+    ended = threading.Event()
+
+    def body() -> list[float]:
+        comm, x = mpicoll.world(), np.zeros(4)
+        _bind(comm)
+        queue = comm._core.queue
+        if comm.rank == 0:
+            mpicoll.bcast(x + 7)
+            comm.timeout = 0.1
+            queue.compare_unseen_calls()
+            assert queue.has_unseen_calls()
+            comm.timeout = 60
+            ended.set()
+        else:
+            assert ended.wait(20)
+            mpicoll.bcast(x, out=x)
+        queue.compare_unseen_calls()
+        assert not queue.has_unseen_calls()
+        return x.tolist()
+
+    assert mpicoll.run_local(body, 2) == [[0.0] * 4, [7.0] * 4]
+
+
+def test_a_last_call_that_a_rank_misses_is_an_error() -> None:
+    def body() -> None:
+        comm = mpicoll.world()
+        _bind(comm)
+        if comm.rank == 0:
+            mpicoll.bcast(np.zeros(4))
+
+    with pytest.raises(mpicoll.RankFailed):
+        mpicoll.run_local(body, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [pytest.param("pass", marks=pytest.mark.long), "del comm"])
+def test_a_last_call_that_a_late_rank_misses_ends_the_job(job: Callable[..., CompletedProcess[str]], ends: str) -> None:
+    """Though the late rank has called others, which it had not when the rank that is ahead began to wait at its end.
+    Also after the program has dropped the communicator."""
+    done = job(
+        2,
+        f"""
+import time
+comm = mpicoll.world().duplicate()
+x = np.zeros(4)
+for _ in range(4):
+    mpicoll.bcast(x, comm=comm)
+mpicoll.barrier(comm=comm)
+if comm.rank:
+    time.sleep(0.3)
+    mpicoll.bcast(x, comm=comm)
+else:
+    for _ in range(2):
+        mpicoll.bcast(x, comm=comm)
+{ends}
+""",
+        30,
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert "rank 0 waits in bcast(float64[4], root=0)" in done.stdout
+    assert "for rank 1, which has exited" in done.stdout
+
+
+def test_the_error_names_the_call_that_has_ended_not_the_running_one() -> None:
+    def post() -> None:
+        mpicoll.alltoall(np.zeros(2), counts=([1, 1], [1, 1]))  # which posts numbers before its first step
+
+    def body() -> str:
+        comm = mpicoll.world()
+        _bind(comm)
+        number = comm._core.queue.number + 1
+        if comm.rank == 0:
+            mpicoll.bcast(np.zeros(4))
+        with pytest.raises(mpicoll.MismatchError) as caught:
+            mpicoll.barrier() if comm.rank else post()
+        assert caught.value.number == number
+        return str(caught.value).partition("\n")[0]
+
+    first, second = mpicoll.run_local(body, 2)
+    assert "rank 1 calls barrier" in first
+    assert "rank 0 calls bcast" in first
+    assert first == second

@@ -1,0 +1,288 @@
+"""A model of ranks that are ahead of others in shared memory, to be explored in all interleavings.
+
+It has what :mod:`support.step_protocol` leaves out: operations in whose step a rank waits only for the ranks whose data
+it reads. A rank has a ring of words and slots, and stores the word of a step when it has seen those of all ranks
+`ahead` steps before. Large data does not go through the ring; its slots have one place here, as the places in them are
+not needed for the protocol. `Rules` can leave out each part, by which tests show what it is needed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from support.interleavings import (
+    DEAD,
+    Agree,
+    Choose,
+    Exploration,
+    Load,
+    Read,
+    Store,
+    Violation,
+    Wait,
+    WaitAny,
+    Write,
+    explore,
+)
+
+FAILED, MEETING = "failed", "meeting"
+OWN, COMMUNICATION, MISMATCHED = "its own error", "CommunicationError", "MismatchError"
+
+
+class Call(NamedTuple):
+    """An operation of one step. Without `to`, all ranks read the data of all; otherwise rank `root` sends to the others
+    ("others"), or they to it ("root"), or each rank to the higher ones ("higher"). Large data goes to one of two slots,
+    for steps of even and odd number."""
+
+    name: str
+    to: str = ""
+    root: int = 0
+    large: bool = False
+
+    def sources(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the ranks whose data a rank reads."""
+        others = tuple(other for other in range(size) if other != rank)
+        if self.to == "higher":
+            return tuple(range(rank))
+        sends = rank == self.root
+        return {"": others, "others": () if sends else (self.root,), "root": others if sends else ()}[self.to]
+
+    def waits_for_all(self, rank: int, size: int) -> bool:
+        """Return True if a rank can't be ahead of others."""
+        return (
+            not self.to
+            or self.large
+            or (self.to == "root" and rank == self.root)
+            or (self.to == "higher" and rank == size - 1)
+        )
+
+
+@dataclass(frozen=True)
+class Rules:
+    ahead: int = 2
+    ring: int = 4
+    bounded: bool = True  # a rank waits before it is further ahead
+    scans: bool = True  # a rank that waits for some looks at the words of earlier steps too
+    parts: bool = True  # ranks that may have gone on leave the others
+    passes: bool = True  # a wait may see more steps than it waits for
+    describes: bool = True  # ranks that do not wait for all describe their calls at once, and need not publish them
+    catches_up: bool = True  # large data is written when all ranks have reached the last step of its rank
+    ends: bool = True  # a rank compares the last calls at the end of its program
+
+
+class _Abandon(Exception):
+    """This rank can no longer be synchronised with the others."""
+
+
+class _Late(Exception):
+    """Ranks are late at the end of the program."""
+
+
+class _Different(Exception):
+    """The words of a step, by rank, differ."""
+
+
+class _Rank:
+    def __init__(self, rules: Rules, rank: int, size: int) -> None:
+        self.rules, self.rank, self.size = rules, rank, size
+        self.others = tuple(other for other in range(size) if other != rank)
+        self.step = self.seen = 0
+        self.words: dict[int, tuple[Any, ...]] = {}
+        self.usable = True
+
+    def operate(self, number: int, call: Call) -> Generator[Any, Any, str | None]:
+        if not self.usable:
+            return COMMUNICATION
+        failed = False
+        try:
+            sources = call.sources(self.rank, self.size)
+            if call.large and self.rules.catches_up:
+                yield from self._wait(self.step)
+            slot = ("large", (self.step + 1) % 2) if call.large else self._slot(self.step + 1)
+            yield Write(slot, number)
+            if self.rules.bounded and self.step - self.seen >= self.rules.ahead:
+                yield from self._wait(self.step - self.rules.ahead // 2)
+            self.step += 1
+            failed = yield Choose("failure")
+            waits = () if failed or call.waits_for_all(self.rank, self.size) else (sources,)
+            if waits and self.rules.describes:
+                yield Write(self._text(self.step), self.step)
+            yield from self._store((FAILED if failed else call, *waits))
+            yield from self._wait(self.step, None if not waits else sources)
+            for source in sources:
+                if (found := (yield Read(source, slot))) != number:
+                    raise Violation(f"rank {self.rank} reads {found} of {source}, not {number}")
+        except _Different as difference:
+            error = yield from self._conclude(*difference.args)
+            return OWN if failed else error
+        except _Abandon:
+            yield from self._leave()
+            return OWN if failed else COMMUNICATION
+        return None
+
+    def end(self) -> Generator[Any, Any, str | None]:
+        """Compare the calls that this rank was ahead in, unless other ranks are late."""
+        if not self.usable or not self.rules.ends:
+            return None
+        try:
+            yield from self._wait(self.step, at_end=True)
+        except _Different as difference:
+            return (yield from self._conclude(*difference.args))
+        except _Abandon:
+            return COMMUNICATION
+        except _Late:
+            pass
+        return None
+
+    def _leave(self) -> Generator[Any, Any, None]:
+        yield Store("unusable", 1)
+        self.usable = False
+
+    def _slot(self, step: int) -> tuple[str, int]:
+        return ("slot", step % self.rules.ring)
+
+    def _text(self, step: int) -> tuple[str, int]:
+        return ("text", step % self.rules.ring)
+
+    def _flag(self, step: int) -> tuple[str, int]:
+        return ("flag", step % self.rules.ring)
+
+    def _store(self, word: tuple[Any, ...]) -> Generator[Any, Any, None]:
+        self.words[self.step] = word
+        yield Store(self._flag(self.step), (self.step, word))
+
+    def _wait(
+        self, step: int, sources: Sequence[int] | None = None, *, at_end: bool = False
+    ) -> Generator[Any, Any, None]:
+        """Wait for `sources` in a step, or until the words of all ranks up to it have been seen."""
+        missing = list(self.others if sources is None else sources)
+        current: dict[int, Any] = {}
+        differs = False
+        while missing if sources is not None and not differs else self._waits_for(step):
+            if self.seen > self.step:
+                raise Violation(f"rank {self.rank} waits for step {step}, and has seen {self.seen}")
+            current = current or {self.rank: self.words.get(self.seen + 1)}
+            waits = [self._await(self.others[len(current) - 1], self.seen + 1)] if self.seen < self.step else []
+            if sources is not None and not differs:
+                waits = [self._await(missing[0], step), *(waits if self.rules.scans else [])]
+            if not waits:
+                raise Violation(f"rank {self.rank} waits for step {step}, and has seen {self.seen}")
+            event, found = yield WaitAny(tuple(waits))
+            if event == "interrupt":
+                if at_end:
+                    raise _Late
+                continue
+            if event != "reached":
+                raise _Abandon(event)
+            index, (_, word) = found
+            if sources is not None and not differs and index == 0:
+                del missing[0]
+                differs = word[0] != self.words[step][0]
+                continue
+            yield from self._see(current, word)
+            if not current and sources is None and (yield Choose("look")):
+                yield from self._look()
+
+    def _waits_for(self, step: int) -> bool:
+        return self.seen < step if self.rules.passes else self.seen != step
+
+    def _see(self, current: dict[int, Any], word: tuple[Any, ...]) -> Generator[Any, Any, None]:
+        """See the word of the next rank in the first step that has not been seen."""
+        current[self.others[len(current) - 1]] = word
+        if len(current) < self.size:
+            return
+        words = tuple(current[rank] for rank in range(self.size))
+        current.clear()
+        yield Agree(("words", self.seen + 1), words)
+        if len({one[0] for one in words}) > 1 or words[0][0] == FAILED:
+            raise _Different(self.seen + 1, words)
+        self.seen += 1
+
+    def _look(self) -> Generator[Any, Any, None]:
+        """See the words of further steps, as far as they have been stored."""
+        current: dict[int, Any] = {}
+        while self.seen < self.step:
+            current = current or {self.rank: self.words[self.seen + 1]}
+            number, word = yield Load(self.others[len(current) - 1], self._flag(self.seen + 1))
+            if number != self.seen + 1:
+                return
+            yield from self._see(current, word)
+
+    def _await(self, other: int, step: int) -> Wait:
+        return Wait((other,), self._flag(step), lambda word: word[0] == step, "unusable")
+
+    def _conclude(self, step: int, words: tuple[Any, ...]) -> Generator[Any, Any, str]:
+        called = [word[0] for word in words]
+        parted = any(len(word) > 1 and (not word[1] or called.count(word[0]) > 1) for word in words)
+        described = [len(word) > 1 and self.rules.describes for word in words]
+        error = COMMUNICATION
+        if len(set(called) - {FAILED}) > 1:
+            meeting = step + self.rules.ahead if parted else step + 1
+            if self.step >= meeting:
+                raise Violation(f"rank {self.rank} has passed step {meeting}")
+            self.step, self.seen = meeting, meeting - 1
+            if not described[self.rank]:
+                yield Write("description", step)
+            if not parted or not described[self.rank]:
+                yield from self._store((MEETING,))
+            for other in self.others:
+                while not parted or not described[other]:
+                    event, _ = yield WaitAny((self._await(other, meeting),))
+                    if event == "reached":
+                        break
+                    if event != "interrupt":
+                        yield from self._leave()
+                        return COMMUNICATION
+            for other in self.others:
+                found = yield Read(other, self._text(step) if described[other] else "description")
+                if found != step:
+                    raise Violation(f"rank {self.rank} reads the description {found} of {other}, not {step}")
+            error = MISMATCHED
+        self.seen = self.step
+        if parted and self.rules.parts:
+            yield from self._leave()
+        return error
+
+
+def _run_rank(rules: Rules, rank: int, size: int, calls: Sequence[Call]) -> Generator[Any, Any, tuple[str | None, ...]]:
+    state = _Rank(rules, rank, size)
+    errors = []
+    for number, call in enumerate(calls):
+        errors.append((yield from state.operate(number, call)))
+    errors.append((yield from state.end()))
+    return tuple(errors)
+
+
+def explore_ahead(
+    programs: Sequence[Sequence[Call]],
+    rules: Rules = Rules(),
+    check: Callable[[tuple[Any, ...]], str | None] | None = None,
+    **events: int,
+) -> Exploration:
+    """Explore the calls of each rank and the end of its program, with as many failures, deaths, looks at further steps
+    and interrupts as `events` states. An interrupt at the end stands for other ranks that are too late."""
+    words: dict[object, Any] = {("flag", index): (0, None) for index in range(rules.ring)} | {"unusable": 0}
+    ranks = [partial(_run_rank, rules, rank, len(programs), calls) for rank, calls in enumerate(programs)]
+    wrong = check or partial(find_wrong_ending, programs, interrupted=events.get("interrupt", 0) > 0)
+    return explore(ranks, words, events, wrong)
+
+
+def find_wrong_ending(
+    programs: Sequence[Sequence[Call]], ending: Sequence[Any], *, interrupted: bool = False
+) -> str | None:
+    """Return what is wrong with the outcomes of all ranks, or None."""
+    living = [errors for errors in ending if errors != DEAD]
+    first = [next((error for error in errors if error is not None), None) for errors in living]
+    differ = len(set(map(tuple, programs))) > 1
+    if not differ and MISMATCHED in first:
+        return f"no rank should raise {MISMATCHED}"
+    if DEAD in ending:
+        return None
+    if differ and set(first) != {MISMATCHED} and not (interrupted and MISMATCHED in first):
+        return f"ranks should raise {MISMATCHED}"
+    if not differ and any(first) and not all(first):
+        return "one rank should not fail alone"
+    return None
