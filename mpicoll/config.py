@@ -12,6 +12,7 @@ from mpicoll.errors import SetupError
 from mpicoll.named_tuple import NamedTuple
 
 TransportName = Literal["auto", "mpi", "local"]
+TuneMode = Literal["exact", "any", "off"]
 SharedMemory = Literal["auto", "named", "off"]
 
 CUDA_AWARE = ("send", "move", "reduce")
@@ -71,6 +72,10 @@ class Config(NamedTuple):
     ``MPICOLL_TRANSPORT`` (``auto``)
         ``mpi``; ``local``: a world of one rank; ``auto``: MPI if an MPI launcher started the process, otherwise
         ``local``
+    ``MPICOLL_TUNE`` (``exact``)
+        where ranks share no memory, whether the first calls of a kind try several algorithms, of which the fastest
+        stays: ``exact``: where all of them give the same bits; ``any``: also where sums of floating-point numbers may
+        differ in the last bits from call to call; ``off``: never. The value of rank 0 applies to all ranks
     ``MPICOLL_TUNED`` (found)
         the table of ``mpicoll tune`` to use, or ``off``; the value of rank 0 applies to all ranks. By default
         the table in ``~/.cache/mpicoll``, if there is one
@@ -88,6 +93,7 @@ class Config(NamedTuple):
     timeout: float = 1800.0
     trace: str = ""
     transport: TransportName = "auto"
+    tune: TuneMode = "exact"
     tuned: str = ""
 
     @classmethod
@@ -99,6 +105,9 @@ class Config(NamedTuple):
         shared = environ.get("MPICOLL_SHARED_MEMORY", "auto")
         if shared not in ("auto", "named", "off"):
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
+        tune = environ.get("MPICOLL_TUNE", "exact")
+        if tune not in ("exact", "any", "off"):
+            raise SetupError(f"MPICOLL_TUNE={tune!r}: must be exact, any or off")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
             check=_parse_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
@@ -112,6 +121,7 @@ class Config(NamedTuple):
             timeout=_read_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(TransportName, transport),
+            tune=cast(TuneMode, tune),
             tuned=environ.get("MPICOLL_TUNED", ""),
         )
 

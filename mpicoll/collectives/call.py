@@ -19,8 +19,9 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
 from mpicoll.engine.executors.native import IN_PLACE, bind_native
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
+from mpicoll.engine.learning import describe_learning, get_final_choice, is_learnable
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
-from mpicoll.engine.selection.selector import choose, get_forced_rules
+from mpicoll.engine.selection.selector import Choice, choose, get_forced_rules
 from mpicoll.extension import F, make_function
 from mpicoll.transport.base import Native
 
@@ -186,8 +187,11 @@ def _cache(
 def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> CachedCall | bool:
     """Return the value to cache for a call like `operation`: False if preparing it again is better, True if that is not
     known yet."""
-    choice, native = choose(operation.query, operation.algorithm), operation.comm.transport.native
-    description = operation.describe(choice.name)
+    choice = get_final_choice(operation) if is_learnable(operation) else choose(operation.query, operation.algorithm)
+    if choice is None:
+        return True  # until the trials have ended
+    native = operation.comm.transport.native
+    description = _describe(operation, choice)
     small = all(one is None or one.array.nbytes <= _MAX_COPIED_BYTES for one in operation.buffers)
     views = numpy_views(operation.result(), None)
     value = None if views is None else views[0]
@@ -201,7 +205,8 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
             bound_call = _bind_without_copies(arrays, x, value, collective)
             _add_repeated(operation, key, x, collective.find_compiled(), description)
     elif choice.name == NATIVE and native is not None and _is_movable(operation.arrays, x):
-        description.sign()
+        if not description.signature:
+            description.sign()
         _add_repeated(operation, key, x, _bind_native(operation, native), description)
         if not small:
             bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
@@ -210,9 +215,15 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
     if bound_call is None:
         if not small:
             return False
-        bound_call = _bind_with_copies(x, out, prepare, description)
+        bound_call = _bind_with_copies(x, out, prepare, description, choice)
     description.name = key[0]
     return bound_call, description, None if value is None else value.dtype, None if value is None else value.shape
+
+
+def _describe(operation: Operation, choice: Choice) -> Call:
+    """Return the description of `operation` by an algorithm, which is not compared if it was learned."""
+    description = operation.describe(choice.name)
+    return describe_learning(description) if is_learnable(operation) else description
 
 
 def _add_repeated(
@@ -308,7 +319,7 @@ def _make_flattener(flat: Array | None, like: Any) -> Callable[[Any], Any]:
     return lambda array: array.ravel().view(dtype)
 
 
-def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call) -> BoundCall:
+def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call, choice: Choice) -> BoundCall:
     """Return a function that carries out the call on private arrays, and copies between them and the caller's."""
     views = numpy_views(x, out)
     assert views is not None
@@ -320,7 +331,7 @@ def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call) -> 
     if value is None:
         result = numpy_views(operation.result(), None)
         value = None if result is None else result[0]
-    run = dispatch.bind(operation, dispatch.select_algorithm(operation), call=description, fixed=True)
+    run = dispatch.bind(operation, choice, call=description, fixed=True)
 
     # A closure: this is the innermost function of the fast path, and attribute access is slower.
     def bound_call(x: Array | None, out: Array | None) -> Array | None:

@@ -13,9 +13,10 @@ from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import make_selection_query
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.threads import count_threads
+from mpicoll.engine.learning import explain_learning
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery
-from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
+from mpicoll.engine.selection.selector import Choice, choose, is_decided, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import AlgorithmError
 
@@ -64,6 +65,8 @@ def explain(
     communicator = resolve(comm)
     query = make_call_query(collective, nbytes, op, dtype, root, algorithm, communicator, like)
     choice = choose(query, algorithm)
+    if algorithm is None and like is None and not is_decided(query):
+        choice = explain_learning(communicator, query) or choice
     if choice.algorithm == SharedMemoryAlgorithm("cma") and communicator.cma_failed_reason is not None:
         refusal = f"the data takes the path of shm_pipelined, because {communicator.cma_failed_reason}"
         choice = choice._replace(reason=f"{choice.reason}; {refusal}")

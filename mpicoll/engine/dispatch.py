@@ -17,6 +17,7 @@ from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
+from mpicoll.engine.learning import LearnedCall, describe_learning, is_learnable
 from mpicoll.engine.selection.catalogue import (
     IPC,
     NCCL,
@@ -64,6 +65,9 @@ def start(operation: Operation) -> Request:
 def make_task(operation: Operation) -> Task:
     """Return the task that carries out `operation`."""
     operation.record_events()
+    if is_learnable(operation):
+        call = describe_learning(operation.describe(""))
+        return Task(LearnedCall(operation, call, partial(bind, fixed=True)), call, operation)
     choice = select_algorithm(operation)
     call = describe_call(operation, choice)
     return Task(bind(operation, choice, call=call), call, operation)

@@ -12,6 +12,7 @@ from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task, bind, bind_repeated, describe_call, select_algorithm, select_on_device
+from mpicoll.engine.learning import get_final_choice, is_learnable
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import ArgumentError
@@ -79,6 +80,10 @@ class Plan:
         nbytes = operation.query.nbytes
         # Again: an operation before this one may have lost shared memory.
         choice = select_algorithm(operation)
+        learned = get_final_choice(operation) if is_learnable(operation) else None
+        if learned is not None:
+            # In the order of the queue, so that the other ranks know it too.
+            choice, self._call.algorithm, self._call.signature = learned, learned.name, 0
         if choice is None:
             assert self._device is not None
             choice = select_on_device(operation, self._device, lambda choice: None)()

@@ -130,7 +130,7 @@ def make_communicator(
 
     def exchange_settings(table: str) -> list[str]:
         # One exchange for all: with more ranks than cores, each one takes several slices of the scheduler's time.
-        mine = {"table": table, "checks": config().check, "trace": config().trace}
+        mine = {"table": table, "checks": config().check, "trace": config().trace, "tune": config().tune}
         settings.extend((exchange or _exchange_by(transport))(mine))
         return [one["table"] for one in settings]
 
@@ -141,7 +141,14 @@ def make_communicator(
     )
     checks = Options.parse([word for one in settings for word in one["checks"]])
     core = CommunicatorCore(
-        transport, watch, name=name, world=name == "world", table=table, checks=checks, registry=registry
+        transport,
+        watch,
+        name=name,
+        world=name == "world",
+        table=table,
+        checks=checks,
+        registry=registry,
+        tune=settings[0]["tune"],
     )
     return core, next((one["trace"] for one in settings if one["trace"]), "")
 

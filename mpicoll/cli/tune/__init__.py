@@ -98,11 +98,11 @@ def disable_tuning() -> Iterator[None]:
     """Disable forced algorithms and tuned tables, here and in jobs started here, to compare with the untuned choice."""
     import os
 
-    names = ("MPICOLL_TUNED", "MPICOLL_ALGORITHMS")
+    names = ("MPICOLL_TUNE", "MPICOLL_TUNED", "MPICOLL_ALGORITHMS")
     before = {name: os.environ.pop(name, None) for name in names}
-    os.environ["MPICOLL_TUNED"] = "off"
+    os.environ["MPICOLL_TUNE"] = os.environ["MPICOLL_TUNED"] = "off"
     try:
         yield
     finally:
-        del os.environ["MPICOLL_TUNED"]
+        del os.environ["MPICOLL_TUNE"], os.environ["MPICOLL_TUNED"]
         os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -10,6 +10,7 @@ from weakref import finalize, ref
 
 import numpy as np
 
+from mpicoll.config import TuneMode
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
 from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.core.queue import OperationQueue
@@ -19,12 +20,13 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.diagnostics.watchdog import Watchdog
 from mpicoll.engine.selection.layout import make_layout
-from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
+from mpicoll.engine.selection.query import UNTUNED, SelectionQuery, TunedTable, selection_context
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Arena
+    from mpicoll.engine.selection.trials import Trials
 
 _TAGS = 1 << 15
 """Number of tags of collectives, which wrap at the smallest range that MPI guarantees."""
@@ -58,6 +60,7 @@ class CommunicatorCore:
         table: TunedTable = UNTUNED,
         checks: Options,
         registry: Registry,
+        tune: TuneMode = "off",
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -68,6 +71,9 @@ class CommunicatorCore:
         self.queue = OperationQueue(group, watch, background=transport.background, explain=transport.translate_error)
         # Prepared operations by their keys, including those of torch.
         self.call_cache: dict[tuple[Any, ...], Any] = {}
+        # Which algorithms may be tried, and the trials of each kind of call; both are the same on all ranks.
+        self.tune: TuneMode = tune
+        self.trials: dict[SelectionQuery, Trials] = {}
         # True if the ranks have allocated or adopted shared memory.
         self.has_user_segments = False
         self.watch = watch
@@ -288,6 +294,7 @@ class CommunicatorCore:
             table=self.context.table,
             checks=self.requested,
             registry=self.registry,
+            tune=self.tune,
         )
 
     def free_locally(self) -> None:

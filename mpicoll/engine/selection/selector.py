@@ -130,6 +130,17 @@ def choose(query: SelectionQuery, argument: str | None) -> Choice:
     return _choose(query, argument, get_forced_rules())
 
 
+def is_decided(query: SelectionQuery) -> bool:
+    """Return True if a forced rule or a tuned table names an algorithm for `query`."""
+    return _is_decided(query, get_forced_rules())
+
+
+@lru_cache(maxsize=4096)
+def _is_decided(query: SelectionQuery, context: Rules) -> bool:
+    forced = (*_match_rules(context, query), *_match_rules(_parse_environment(), query))
+    return bool(forced) or next(_iter_tuned(query), None) is not None
+
+
 @lru_cache(maxsize=4096)
 def _choose(query: SelectionQuery, argument: str | None, context: Rules) -> Choice:
     refused: list[str] = []

@@ -1,0 +1,269 @@
+"""Calls that learn: right results, one choice on all ranks, and none where results may differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll
+from mpicoll.buffers.dtypes import of_numpy
+from mpicoll.buffers.ops import reduction
+from mpicoll.engine import learning
+from mpicoll.engine.selection.candidates import keeps_results, list_candidates
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.query import SelectionQuery, selection_context
+from mpicoll.engine.world import core_of, world
+
+Job = Callable[..., "CompletedProcess[str]"]
+
+CALLS = 40
+
+
+def learn(tune: str = "exact") -> Any:
+    """Let calls of the world of this rank learn. Return the core of its communicator."""
+    core = core_of(mpicoll.world())
+    core.tune = tune  # type: ignore[assignment]
+    return core
+
+
+def taken(core: Any) -> dict[tuple[str, int], tuple[str, bool]]:
+    return {(query.collective, query.nbytes): (trials.winner, trials.settled) for query, trials in core.trials.items()}
+
+
+def run_nodes(function: Callable[[], Any], size: int = 4, per_node: int = 1) -> list[Any]:
+    """Call `function` on ranks of several nodes, which share no memory."""
+    return mpicoll.run_local(function, size, ranks_per_node=per_node, timeout=30)
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_results_are_right_in_every_call_and_ranks_choose_alike(size: int, per_node: int) -> None:
+    def body() -> Any:
+        core, rank = learn(), mpicoll.world().rank
+        for number in range(CALLS):
+            x = np.arange(1500, dtype=np.int64) * (rank + 1) + number
+            expected = sum(np.arange(1500, dtype=np.int64) * (one + 1) + number for one in range(size))
+            given = x.copy()
+            assert (mpicoll.allreduce(x) == expected).all()
+            assert (mpicoll.iallreduce(x).wait() == expected).all()
+            assert (x == given).all()
+            root = np.full(700, number + 0.5) if rank == 1 else np.zeros(700)
+            assert (mpicoll.bcast(root, root=1) == number + 0.5).all()
+            assert (mpicoll.allgather(np.full(33, rank)) == np.repeat(np.arange(size), 33)).all()
+            blocks = mpicoll.alltoall(np.arange(size) + 10 * rank)
+            assert blocks.tolist() == [10 * one + rank for one in range(size)]
+        return taken(core)
+
+    first, *others = run_nodes(body, size, per_node)
+    assert all(one == first for one in others)
+    assert {collective for collective, _ in first} == {"allreduce", "bcast", "allgather", "alltoall"}
+    assert all(settled for _, settled in first.values())
+
+
+def test_sums_of_numbers_are_tried_only_if_that_is_allowed() -> None:
+    def body() -> Any:
+        results = []
+        for tune in ("off", "exact", "any"):
+            with mpicoll.world().duplicate() as comm:
+                core = core_of(comm)
+                core.tune = tune  # type: ignore[assignment]
+                for number in range(CALLS):
+                    x = np.arange(900.0) * (number + 1)
+                    assert np.allclose(mpicoll.allreduce(x, comm=comm), 3 * x)
+                results.append(len(core.trials))
+        return results
+
+    assert run_nodes(body, 3) == [[0, 0, 1]] * 3
+
+
+def test_of_two_ranks_sums_of_numbers_keep_their_bits() -> None:
+    def body() -> Any:
+        core = learn()
+        x = np.random.default_rng(mpicoll.world().rank).normal(size=5000).astype(np.float32)
+        results = {mpicoll.allreduce(x).tobytes() for _ in range(CALLS)}
+        (trials,) = core.trials.values()
+        return len(results), len(trials.best) > 1
+
+    assert run_nodes(body, 2) == [(1, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "ranks", "keeps"),
+    [
+        ("integer", "sum", 4, True),
+        ("integer", "prod", 4, True),
+        ("float", "max", 4, True),
+        ("float", "sum", 4, False),
+        ("float", "sum", 2, True),
+        ("complex", "prod", 2, False),
+        ("half", "sum", 3, False),
+    ],
+)
+def test_which_reductions_keep_results(kind: str, op: str, ranks: int, keeps: bool) -> None:
+    dtype = {"integer": np.int32, "complex": np.complex64}.get(kind, np.float32)
+    query = SelectionQuery("allreduce", 64, selection_context(NodeLayout(ranks, ranks, 1)), kind)
+    prepared = reduction("allreduce", op, of_numpy(np.dtype(dtype)), lambda array: array, (8,))
+    assert keeps_results(query, prepared) is keeps
+    assert keeps_results(query, None)
+
+
+def test_candidates_begin_with_the_untried_choice_and_are_few() -> None:
+    for collective in ("allreduce", "bcast", "allgather", "reduce_scatter", "alltoall", "gather"):
+        for nbytes in (8, 64 << 10, 64 << 20):
+            query = SelectionQuery(collective, nbytes, selection_context(NodeLayout(8, 4, 2)))
+            names = list_candidates(query)
+            assert names[0] == learning.choose(query, None).name
+            assert {"native", "hierarchical"} <= set(names)
+            assert len(set(names)) == len(names) <= 7
+
+
+def test_forced_and_tuned_algorithms_are_not_tried() -> None:
+    def body() -> int:
+        core = learn()
+        for _ in range(5):
+            mpicoll.allreduce(np.ones(4, int), algorithm="ring")
+            with mpicoll.algorithms(allreduce="ring"):
+                mpicoll.allreduce(np.ones(4, int))
+        return len(core.trials)
+
+    assert run_nodes(body, 3) == [0] * 3
+
+
+def test_a_rank_that_is_late_does_not_change_what_is_found() -> None:
+    def body() -> Any:
+        core = learn()
+        for _ in range(30):
+            if mpicoll.world().rank == 2:
+                time.sleep(0.02)
+            mpicoll.allreduce(np.ones(10, int))
+        (trials,) = core.trials.values()
+        return trials.winner, trials.best
+
+    first, *others = run_nodes(body, 3)
+    assert others == [first] * 2
+    # Trials begin together: none of them contains the time for which the others have waited.
+    assert max(first[1].values()) < 0.02, first
+
+
+def test_calls_that_fail_on_one_rank_leave_the_ranks_in_agreement() -> None:
+    def body() -> Any:
+        core, rank = learn("any"), mpicoll.world().rank
+        failures = 0
+        calls = [0]
+
+        def add(a: Any, b: Any) -> Any:
+            calls[0] += 1
+            return a + b
+
+        def fail_once(a: Any, b: Any) -> Any:
+            if rank == 1 and calls[0] > 20 and calls[0] % 7 == 0:
+                calls[0] += 1
+                raise ValueError("not now")
+            return add(a, b)
+
+        for _ in range(CALLS):
+            try:
+                mpicoll.allreduce(np.ones(6), fail_once)
+            except (ValueError, mpicoll.MpicollError):
+                failures += 1
+            x = mpicoll.allreduce(np.array([rank, 1]))
+            assert x.tolist() == [3, 3]
+        return taken(core), failures
+
+    results = run_nodes(body, 3)
+    assert len({str(one) for one, _ in results}) == 1
+
+
+def test_explain_shows_what_was_tried() -> None:
+    def body() -> str:
+        learn()
+        x = np.ones(500, np.int32)
+        for _ in range(CALLS):
+            mpicoll.allreduce(x)
+        return str(mpicoll.explain("allreduce", x.nbytes, dtype=np.int32)).splitlines()[0]
+
+    first, second = run_nodes(body, 2)
+    assert first == second
+    assert "learned from" in first
+    assert first.count("µs") > 1
+
+
+def test_a_plan_takes_what_was_learned() -> None:
+    def body() -> tuple[str, str]:
+        core = learn()
+        x = np.arange(2000)
+        for _ in range(CALLS):
+            mpicoll.allreduce(x)
+        (trials,) = core.trials.values()
+        trials.winner = trials.names[-1]  # on all ranks
+        plan = mpicoll.allreduce_init(x)
+        assert (plan() == 3 * x).all()
+        return plan.choice.name, trials.names[-1]
+
+    for name, last in run_nodes(body, 3):
+        assert name == last
+
+
+@pytest.mark.parametrize("nbytes", [64, 1 << 20])
+def test_small_calls_are_bound_to_what_was_learned(nbytes: int) -> None:
+    """Calls of large arrays are prepared each time, to be timed now and then."""
+
+    def body() -> bool:
+        core = learn()
+        x = np.ones(nbytes // 8, int)
+        for _ in range(CALLS):
+            assert (mpicoll.allreduce(x) == 2).all()
+        return any(type(one) is tuple for one in core.call_cache.values())
+
+    assert run_nodes(body, 2) == [nbytes == 64] * 2
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpi_learn() -> None:
+    core = core_of(world())
+    if core.size == 1:
+        pytest.skip("there is nothing to choose")
+    with mpicoll.world().duplicate() as comm:
+        inner = core_of(comm)
+        inner.tune = "exact"
+        inner.no_shm_reason = inner.no_cma_reason = "this is a test"
+        for number in range(CALLS):
+            for count in (1, 3000):
+                assert (mpicoll.allreduce(np.full(count, number), comm=comm) == comm.size * number).all()
+        found = taken(inner)
+        assert all(settled for _, settled in found.values())
+        assert len(found) == 2
+        assert mpicoll.allgather_object(found, comm=comm) == [found] * comm.size
+        assert "learned" in mpicoll.explain("allreduce", 8, dtype=int, comm=comm).reason
+
+
+LEARNS = """
+import os
+from mpi4py import MPI
+os.environ["MPICOLL_TUNE"] = ("VALUE", "off", "any")[MPI.COMM_WORLD.rank]
+comm = mpicoll.world()
+for number in range(45):
+    assert mpicoll.allreduce(np.full(50, number)).tolist() == [3 * number] * 50
+    assert mpicoll.allreduce(np.full(50, number / 2)).tolist() == [1.5 * number] * 50
+with comm.duplicate() as same:
+    for _ in range(45):
+        mpicoll.allreduce(np.ones(9, int), comm=same)
+    inherited = "learned" in mpicoll.explain("allreduce", 72, dtype=int, comm=same).reason
+seen = ["learned" in mpicoll.explain("allreduce", 400, dtype=kind).reason for kind in (int, float)]
+if comm.rank == 0:
+    print(*seen, inherited)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "seen"), [("exact", "True False True"), ("any", "True True True"), ("off", "False " * 3)]
+)
+def test_the_setting_of_rank_0_applies(job: Job, value: str, seen: str) -> None:
+    done = job(3, LEARNS.replace("VALUE", value), MPICOLL_SHARED_MEMORY="off")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == seen.strip()
