@@ -10,14 +10,19 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.selection.candidates import keeps_results, list_candidates
+from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.engine.selection.rules import Rule, merge_adjacent
 from mpicoll.engine.selection.selector import Choice, choose, is_decided
 from mpicoll.engine.selection.trials import Trials
+from mpicoll.errors import SetupError
+from mpicoll.logs import get_logger
 from mpicoll.wording import count
 
 Bind: TypeAlias = Callable[[Operation, Choice], Callable[[], None]]
@@ -28,6 +33,15 @@ _MAX_KINDS = 256
 _WATCHED_BYTES = 1 << 20
 """Bytes from which times between nodes are watched after the trials. Preparing smaller calls again, which that takes,
 would cost more than a few percent of their time."""
+
+_KEPT = ("moved", "integer")
+"""Classes of dtypes of which all algorithms give the same bits, so that later jobs may take what was learned."""
+
+_Results: TypeAlias = "dict[tuple[NodeLayout, str, str, float], str]"
+
+results: _Results = {}
+"""Algorithms that rank 0 of the job has learned and that are kept: by layout, class of dtypes, collective, and the
+smallest number of bytes; from there to twice as many."""
 
 _AGREEING = Position("the exchange of the times of earlier calls")
 
@@ -106,6 +120,8 @@ class LearnedCall:
                 comm.trials[query] = trials
         if trials.meets:
             trials.agree(_find_largest(comm, trials.seconds))
+            if trials.settled:
+                _keep(comm, query, trials.winner)
         choice = _make_choice(query, trials, trials.begin())
         self._call.algorithm = choice.name
         seconds = inf
@@ -117,6 +133,49 @@ class LearnedCall:
         finally:
             # Also after a failure, which other ranks may not have noticed: all ranks count the same calls.
             trials.end(seconds)
+
+
+def _keep(comm: CommunicatorCore, query: SelectionQuery, name: str) -> None:
+    """Keep the algorithm for later jobs, if this is rank 0 of the job.
+
+    Results of one node are not kept: later ranks of it may share memory. Nor are those on which the bits of results
+    depend, which a job that does not allow that would take.
+    """
+    shape, kind = query.context.layout, query.kind
+    exact = kind in _KEPT or (kind == "float" and shape.ranks == 2)
+    if exact and shape.nodes > 1 and query.nbytes and comm.members[comm.rank] == 0:
+        results[shape, kind, query.collective, float(1 << (query.nbytes.bit_length() - 1))] = name
+
+
+def write_results(library: str) -> None:
+    """Add what was learned with the MPI library `library` to the tuned table at its default path, for later jobs.
+
+    Does nothing if MPICOLL_TUNED names a table, which then stays as it is, or is ``off``. If the table can't be
+    written, that is logged: the program has its results, and the next job can learn again.
+    """
+    if not results or config().tuned:
+        return
+    # Late: most programs learn nothing.
+    from datetime import datetime, timezone
+
+    from mpicoll.engine.selection import tuned_table
+
+    path = tuned_table.get_default_path()
+    if path is None:
+        return
+    ranges: dict[NodeLayout, dict[str, dict[str, list[Rule]]]] = {}
+    for (shape, kind, collective, low), name in sorted(results.items()):
+        ranges.setdefault(shape, {}).setdefault(kind, {}).setdefault(collective, []).append((low, 2 * low, name))
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    try:
+        for shape, by_kind in ranges.items():
+            rules = {
+                kind: tuple((collective, tuple(merge_adjacent(found))) for collective, found in by_collective.items())
+                for kind, by_collective in by_kind.items()
+            }
+            tuned_table.write(path, tuned_table.make_entry(library, shape, rules, None, now))
+    except SetupError as error:
+        get_logger().warning("what was learned about algorithms is not kept: %s", error)
 
 
 def _make_choice(query: SelectionQuery, trials: Trials, name: str) -> Choice:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from mpicoll.config import config
-from mpicoll.engine import startup
+from mpicoll.engine import learning, startup
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
@@ -91,11 +91,20 @@ def _make_world() -> Communicator:
                 )
                 trace_folder = config().trace
             _use_world(Communicator(core, _replace_world))
+            if core.rank == 0 and core.tune != "off":
+                startup.exit_callbacks.append(_write_learned_results)
             startup.exit_callbacks.append(_warn_of_messages)
             if trace_folder:
                 _start_trace(core, trace_folder)
     assert _world is not None
     return _world
+
+
+def _write_learned_results() -> None:
+    """Keep what the calls of this job have learned for later jobs."""
+    from mpicoll.transport import mpi  # late: a world of one needs none
+
+    learning.write_results(mpi.library())
 
 
 def _replace_world(comm: Communicator) -> None:

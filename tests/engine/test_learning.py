@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -11,12 +13,16 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll import config
 from mpicoll.buffers.dtypes import of_numpy
 from mpicoll.buffers.ops import reduction
 from mpicoll.engine import learning
+from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.candidates import keeps_results, list_candidates
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import SelectionQuery, selection_context
+from mpicoll.engine.selection.rules import parse_rules
+from mpicoll.engine.selection.selector import is_decided
 from mpicoll.engine.world import core_of, world
 
 Job = Callable[..., "CompletedProcess[str]"]
@@ -239,6 +245,123 @@ def test_ranks_of_mpi_learn() -> None:
         assert len(found) == 2
         assert mpicoll.allgather_object(found, comm=comm) == [found] * comm.size
         assert "learned" in mpicoll.explain("allreduce", 8, dtype=int, comm=comm).reason
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The default path of the tuned table, where there is none yet; nothing was learned before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MPICOLL_TUNED", raising=False)
+    monkeypatch.setattr(learning, "results", {})
+    config.config.cache_clear()
+    tuned_table._read.cache_clear()
+    yield tmp_path / "cache" / "mpicoll" / "tuned.json"
+    monkeypatch.undo()
+    config.config.cache_clear()
+    tuned_table._read.cache_clear()
+
+
+def learn_some(tune: str = "exact") -> None:
+    learn(tune)
+    for _ in range(CALLS):
+        mpicoll.allgather(np.ones(100))
+        mpicoll.allreduce(np.ones(1000, int))
+        mpicoll.allreduce(np.ones(1000))
+
+
+def test_later_jobs_take_what_was_learned(place: Path) -> None:
+    run_nodes(partial(learn_some, "any"), 3)
+    assert {key[1:] for key in learning.results} == {("moved", "allgather", 2048.0), ("integer", "allreduce", 4096.0)}
+    names = set(learning.results.values())
+    learning.write_results("a library")
+    (entry,) = tuned_table.load(place)
+    assert (entry["ranks"], entry["nodes"], entry["mpi"]) == (3, 3, "a library")
+    assert {key: text.partition(":")[0] for key, text in entry["rules"].items()} == {
+        "moved": "allgather",
+        "integer": "allreduce",
+    }
+    table = tuned_table.share(0, lambda text: [text], "a library")
+    context = selection_context(NodeLayout(3, 3, 1), table)
+    for query, decided in (
+        (SelectionQuery("allgather", 2400, context), True),
+        (SelectionQuery("allgather", 4096, context), False),
+        (SelectionQuery("allreduce", 8000, context, "integer"), True),
+        (SelectionQuery("allreduce", 8000, context, "float"), False),
+    ):
+        assert is_decided(query) is decided
+        if decided:
+            assert learning.choose(query, None).name in names
+            assert str(place) in learning.choose(query, None).reason
+
+    def body() -> int:
+        core = learn()
+        core.context = context
+        for _ in range(3):
+            mpicoll.allgather(np.ones(100))
+        return len(core.trials)
+
+    assert run_nodes(body, 3) == [0] * 3
+
+
+def test_what_was_tuned_before_stays(place: Path) -> None:
+    shape = NodeLayout(3, 3, 1)
+    rules = {
+        "moved": parse_rules("allgather:0-2k:ring,2k-8k:bruck;bcast:chain"),
+        "float": parse_rules("allreduce:ring"),
+    }
+    tuned_table.write(place, tuned_table.make_entry("a library", shape, rules, None, "before"))
+    learning.results[shape, "moved", "allgather", 4096.0] = "native"
+    learning.write_results("a library")
+    (entry,) = tuned_table.load(place)
+    assert entry["rules"] == {
+        "moved": "allgather:0-2k:ring,2k-4k:bruck,4k-8k:native;bcast:0-inf:chain",
+        "float": "allreduce:0-inf:ring",
+    }
+
+
+def test_of_one_node_nothing_is_kept(place: Path) -> None:
+    def body() -> None:
+        core = learn()
+        core.no_shm_reason = "this is a test"
+        for _ in range(CALLS):
+            mpicoll.allgather(np.ones(100))
+        assert core.trials
+
+    run_nodes(body, 2, 2)
+    assert learning.results == {}
+
+
+@pytest.mark.parametrize("named", ["off", "mine.json"])
+def test_a_named_table_is_not_written(place: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.chdir(place.parents[2])
+    monkeypatch.setenv("MPICOLL_TUNED", named)
+    config.config.cache_clear()
+    learning.results[NodeLayout(3, 3, 1), "moved", "allgather", 4096.0] = "native"
+    learning.write_results("a library")
+    assert list(place.parents[2].iterdir()) == []
+
+
+def test_a_table_that_cannot_be_written_is_logged(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place.parent.mkdir(parents=True)
+    place.write_text("other things")
+    learning.results[NodeLayout(3, 3, 1), "moved", "allgather", 4096.0] = "native"
+    learning.write_results("a library")
+    assert "is not kept" in caplog.text
+    assert place.read_text() == "other things"
+
+
+@pytest.mark.slow
+def test_one_rank_writes_at_exit(job: Job, tmp_path: Path) -> None:
+    program = """
+from mpicoll.engine import learning
+from mpicoll.engine.selection.layout import NodeLayout
+rank = mpicoll.world().rank
+learning.results[NodeLayout(2, 2, 1), "moved", "allgather", 4096.0] = ("native", "ring")[rank]
+"""
+    done = job(2, program, XDG_CACHE_HOME=str(tmp_path / "cache"), MPICOLL_TUNED="", MPICOLL_TUNE="exact")
+    assert done.returncode == 0, done.stderr
+    (entry,) = tuned_table.load(tmp_path / "cache" / "mpicoll" / "tuned.json")
+    assert entry["rules"] == {"moved": "allgather:4k-8k:native"}
 
 
 LEARNS = """
