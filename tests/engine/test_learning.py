@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -16,14 +17,16 @@ import mpicoll
 from mpicoll import config
 from mpicoll.buffers.dtypes import of_numpy
 from mpicoll.buffers.ops import reduction
-from mpicoll.engine import learning
+from mpicoll.engine import dispatch, learning
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.candidates import keeps_results, list_candidates
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import SelectionQuery, selection_context
 from mpicoll.engine.selection.rules import parse_rules
-from mpicoll.engine.selection.selector import is_decided
+from mpicoll.engine.selection.selector import Choice, is_decided
 from mpicoll.engine.world import core_of, world
+from mpicoll.transport.local import Kill
 
 Job = Callable[..., "CompletedProcess[str]"]
 
@@ -155,33 +158,63 @@ def test_a_rank_that_is_late_does_not_change_what_is_found() -> None:
     assert max(first[1].values()) < 0.02, first
 
 
-def test_calls_that_fail_on_one_rank_leave_the_ranks_in_agreement() -> None:
+def test_an_algorithm_that_fails_on_one_rank_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind_failing(operation: Operation, choice: Choice, **more: Any) -> Callable[[], None]:
+        run = bind(operation, choice, **more)
+
+        def fail() -> None:
+            run()
+            raise ValueError("not by this one")
+
+        return fail if choice.name == "ring" and operation.comm.rank == 1 else run
+
+    bind = dispatch.bind
+    monkeypatch.setattr(dispatch, "bind", bind_failing)
+
     def body() -> Any:
-        core, rank = learn("any"), mpicoll.world().rank
-        failures = 0
-        calls = [0]
-
-        def add(a: Any, b: Any) -> Any:
-            calls[0] += 1
-            return a + b
-
-        def fail_once(a: Any, b: Any) -> Any:
-            if rank == 1 and calls[0] > 20 and calls[0] % 7 == 0:
-                calls[0] += 1
-                raise ValueError("not now")
-            return add(a, b)
-
-        for _ in range(CALLS):
+        core, failures = learn(), 0
+        for number in range(CALLS):
             try:
-                mpicoll.allreduce(np.ones(6), fail_once)
-            except (ValueError, mpicoll.MpicollError):
+                x = mpicoll.allgather(np.full(900, number))
+            except ValueError:
                 failures += 1
-            x = mpicoll.allreduce(np.array([rank, 1]))
-            assert x.tolist() == [3, 3]
-        return taken(core), failures
+            else:
+                assert (x == number).all()
+                assert x.size == 2700
+        (trials,) = core.trials.values()
+        return trials.winner, trials.best, failures
 
     results = run_nodes(body, 3)
-    assert len({str(one) for one, _ in results}) == 1
+    assert len({winner for winner, _, _ in results}) == 1
+    for rank, (winner, best, failures) in enumerate(results):
+        assert winner != "ring"
+        assert best == results[0][1]
+        assert best["ring"] == inf
+        assert failures == (1 if rank == 1 else 0)
+
+
+@pytest.mark.parametrize("after", [3, 14, 45])
+def test_survivors_of_a_rank_that_dies_in_trials_learn_again(after: int) -> None:
+    def body() -> Any:
+        def repeat() -> None:
+            for _ in range(1000):
+                mpicoll.allreduce(np.full(20, 1))
+
+        learn()
+        with pytest.raises(mpicoll.RankFailed):
+            repeat()
+        # The calls that survivors had completed before may differ by one.
+        assert mpicoll.world().shrink().size == 2
+        for number in range(CALLS):
+            assert mpicoll.allreduce(np.full(20, number)).tolist() == [2 * number] * 20
+        (trials,) = core_of(mpicoll.world()).trials.values()
+        return trials.winner, trials.best
+
+    everyone = mpicoll.run_local(body, 3, ranks_per_node=1, faults=[Kill(1, after)], timeout=20)
+    results = [one for one in everyone if one is not None]
+    assert len(results) == 2
+    assert results[0] == results[1]
+    assert len(results[0][1]) > 1
 
 
 def test_explain_shows_what_was_tried() -> None:
@@ -353,7 +386,8 @@ def test_a_table_that_cannot_be_written_is_logged(place: Path, caplog: pytest.Lo
 @pytest.mark.slow
 def test_one_rank_writes_at_exit(job: Job, tmp_path: Path) -> None:
     program = """
-from mpicoll.engine import learning
+from mpicoll.engine import dispatch, learning
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.selection.layout import NodeLayout
 rank = mpicoll.world().rank
 learning.results[NodeLayout(2, 2, 1), "moved", "allgather", 4096.0] = ("native", "ring")[rank]
