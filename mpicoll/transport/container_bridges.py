@@ -38,12 +38,13 @@ def exclude_from(environ: Mapping[str, str]) -> dict[str, str]:
     default, addresses = find_default_address(), find_addresses()
     used = {one.interface for one in addresses if not is_bridge(one) or one.address == default}
     bridges = sorted({one.interface for one in addresses} - used)
-    if not used or not bridges or _are_interfaces_selected(environ):
+    if not used or not bridges or are_interfaces_selected(environ):
         return {}
     return {EXCLUDE: ",".join([_DEFAULT, *bridges])}
 
 
-def _are_interfaces_selected(environ: Mapping[str, str]) -> bool:
+def are_interfaces_selected(environ: Mapping[str, str]) -> bool:
+    """Return True if a variable or a file of the user or the site selects the interfaces that Open MPI uses."""
     if any(name.startswith("OMPI_MCA_" + _SETTING) for name in environ):
         return True
     launcher = shutil.which("mpirun", path=environ.get("PATH"))

@@ -98,6 +98,19 @@ def test_nodes_that_all_have_a_bridge_of_the_same_address(layout: tuple[int, ...
     _check(cluster.run("nodes", layout, "--any-interface", setup=BRIDGE), layout)
 
 
+SECOND_NETWORK = """
+ip link add eth1 type bridge; ip link set eth1 up; ip addr add 10.80.0.$((HOST + 1))/24 dev eth1
+"""
+"""A subnet that the hosts seem to share at another interface, which joins none of them."""
+
+
+@pytest.mark.slow
+def test_open_mpi_uses_the_selected_interface() -> None:
+    """Without the selection, Open MPI also connects at the interface that joins no hosts."""
+    done = cluster.run("nodes", (1, 1), "--any-interface", setup=SECOND_NETWORK, MPICOLL_INTERFACE="10.78.0.0/16")
+    _check(done, (1, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [(2, 2), (2, 1), (1, 1, 1)])
