@@ -135,16 +135,16 @@ def _check(done: subprocess.CompletedProcess[str], layout: tuple[int, ...]) -> N
     )
 
 
+NETWORKS = [
+    pytest.param(BRIDGE, id="a bridge"),
+    pytest.param(f"SUBNET=0; {LOST} {BRIDGE}", id="two shared subnets"),
+    pytest.param(f"SUBNET=$HOST; {LOST} {ROUTED} {BRIDGE}", id="routes only"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "setup",
-    [
-        pytest.param(BRIDGE, id="a bridge"),
-        pytest.param(f"SUBNET=0; {LOST} {BRIDGE}", id="two shared subnets"),
-        pytest.param(f"SUBNET=$HOST; {LOST} {ROUTED} {BRIDGE}", id="routes only"),
-    ],
-)
+@pytest.mark.parametrize("setup", NETWORKS)
 def test_the_control_network_listens_where_the_hosts_reach_each_other(setup: str) -> None:
     """Not at a bridge, and not at the first interface, though it has the default route."""
     done = apart.listen(setup)
@@ -162,3 +162,13 @@ def test_a_selection_that_one_host_does_not_have() -> None:
     done = apart.listen(MPICOLL_INTERFACE="10.78.0.1")
     assert done.returncode not in (0, 124), done.stdout
     assert "rank 1: MPICOLL_INTERFACE=10.78.0.1: host h1 has no such interface" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("selection", ["", "10.78.0.0/16"], ids=["by itself", "selected"])
+@pytest.mark.parametrize("setup", NETWORKS[1:])
+def test_open_mpi_connects_the_hosts(setup: str, selection: str) -> None:
+    """By itself Open MPI finds the way too, but the job starts seconds later than with a selection."""
+    layout = (2, 1)
+    _check(cluster.run("nodes", layout, "--any-interface", setup=setup, MPICOLL_INTERFACE=selection), layout)
