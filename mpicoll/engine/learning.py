@@ -30,6 +30,10 @@ Bind: TypeAlias = Callable[[Operation, Choice], Callable[[], None]]
 _MAX_KINDS = 256
 """Largest number of kinds of calls of a communicator for which algorithms are tried."""
 
+_MIN_BYTES = 32 << 10
+"""Bytes from which algorithms are tried. Of smaller calls a trial shows Python's part, which later calls of MPI's own
+algorithm do not have in the extension, and by how much the ranks differ in when they begin."""
+
 _WATCHED_BYTES = 1 << 20
 """Bytes from which times between nodes are watched after the trials. Preparing smaller calls again, which that takes,
 would cost more than a few percent of their time."""
@@ -55,7 +59,7 @@ def is_learnable(operation: Operation) -> bool:
         and comm.size > 1
         and operation.on is None
         and operation.algorithm is None
-        and bool(query.nbytes)
+        and (query.nbytes or 0) >= _MIN_BYTES
         and not operation.arrivals
         and (comm.tune == "any" or keeps_results(query, operation.arrays.reduction))
         and not is_decided(query)
@@ -125,10 +129,10 @@ class LearnedCall:
         choice = _make_choice(query, trials, trials.begin())
         self._call.algorithm = choice.name
         seconds = inf
+        begin = perf_counter()
         try:
-            run = self._bind(operation, choice)
-            begin = perf_counter()
-            run()
+            # Later calls are bound each time too.
+            self._bind(operation, choice)()
             seconds = perf_counter() - begin
         finally:
             # Also after a failure, which other ranks may not have noticed: all ranks count the same calls.

@@ -33,6 +33,12 @@ Job = Callable[..., "CompletedProcess[str]"]
 CALLS = 40
 
 
+@pytest.fixture(autouse=True)
+def small_calls_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as good for most of these tests."""
+    monkeypatch.setattr(learning, "_MIN_BYTES", 1)
+
+
 def learn(tune: str = "exact") -> Any:
     """Let calls of the world of this rank learn. Return the core of its communicator."""
     core = core_of(mpicoll.world())
@@ -398,19 +404,32 @@ learning.results[NodeLayout(2, 2, 1), "moved", "allgather", 4096.0] = ("native",
     assert entry["rules"] == {"moved": "allgather:4k-8k:native"}
 
 
+def test_small_calls_keep_the_untried_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def body() -> list[int]:
+        core = learn()
+        for nbytes in ((32 << 10) - 8, 32 << 10):
+            for _ in range(5):
+                mpicoll.allreduce(np.ones(nbytes // 8, int))
+        return [query.nbytes for query in core.trials]
+
+    assert run_nodes(body, 2) == [[32 << 10]] * 2
+
+
 LEARNS = """
 import os
 from mpi4py import MPI
 os.environ["MPICOLL_TUNE"] = ("VALUE", "off", "any")[MPI.COMM_WORLD.rank]
 comm = mpicoll.world()
 for number in range(45):
-    assert mpicoll.allreduce(np.full(50, number)).tolist() == [3 * number] * 50
-    assert mpicoll.allreduce(np.full(50, number / 2)).tolist() == [1.5 * number] * 50
+    assert mpicoll.allreduce(np.full(5000, number)).tolist() == [3 * number] * 5000
+    assert mpicoll.allreduce(np.full(5000, number / 2)).tolist() == [1.5 * number] * 5000
 with comm.duplicate() as same:
     for _ in range(45):
-        mpicoll.allreduce(np.ones(9, int), comm=same)
-    inherited = "learned" in mpicoll.explain("allreduce", 72, dtype=int, comm=same).reason
-seen = ["learned" in mpicoll.explain("allreduce", 400, dtype=kind).reason for kind in (int, float)]
+        mpicoll.allreduce(np.ones(6000, int), comm=same)
+    inherited = "learned" in mpicoll.explain("allreduce", 48000, dtype=int, comm=same).reason
+seen = ["learned" in mpicoll.explain("allreduce", 40000, dtype=kind).reason for kind in (int, float)]
 if comm.rank == 0:
     print(*seen, inherited)
 """
