@@ -73,7 +73,7 @@ class Config(NamedTuple):
         ``mpi``; ``local``: a world of one rank; ``auto``: MPI if an MPI launcher started the process, otherwise
         ``local``
     ``MPICOLL_TUNE`` (``exact``)
-        where ranks share no memory, whether the first calls of a kind, from 32 KiB on, try several algorithms, of
+        where ranks share no memory, whether the first calls of a kind, from 1 MiB on, try several algorithms, of
         which the fastest stays: ``exact``: where all of them give the same bits; ``any``: also where sums of
         floating-point numbers may differ in the last bits from call to call; ``off``: never. The value of rank 0
         applies to all ranks

@@ -30,9 +30,10 @@ Bind: TypeAlias = Callable[[Operation, Choice], Callable[[], None]]
 _MAX_KINDS = 256
 """Largest number of kinds of calls of a communicator for which algorithms are tried."""
 
-_MIN_BYTES = 32 << 10
+_MIN_BYTES = 1 << 20
 """Bytes from which algorithms are tried. Of smaller calls a trial shows Python's part, which later calls of MPI's own
-algorithm do not have in the extension, and by how much the ranks differ in when they begin."""
+algorithm do not have in the extension, by how much the ranks differ in when they begin, and a network
+that is idle before: links let short bursts through at a higher rate."""
 
 _WATCHED_BYTES = 1 << 20
 """Bytes from which times between nodes are watched after the trials. Preparing smaller calls again, which that takes,

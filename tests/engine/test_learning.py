@@ -409,12 +409,12 @@ def test_small_calls_keep_the_untried_choice(monkeypatch: pytest.MonkeyPatch) ->
 
     def body() -> list[int]:
         core = learn()
-        for nbytes in ((32 << 10) - 8, 32 << 10):
+        for nbytes in ((1 << 20) - 8, 1 << 20):
             for _ in range(5):
                 mpicoll.allreduce(np.ones(nbytes // 8, int))
         return [query.nbytes for query in core.trials]
 
-    assert run_nodes(body, 2) == [[32 << 10]] * 2
+    assert run_nodes(body, 2) == [[1 << 20]] * 2
 
 
 LEARNS = """
@@ -423,13 +423,13 @@ from mpi4py import MPI
 os.environ["MPICOLL_TUNE"] = ("VALUE", "off", "any")[MPI.COMM_WORLD.rank]
 comm = mpicoll.world()
 for number in range(45):
-    assert mpicoll.allreduce(np.full(5000, number)).tolist() == [3 * number] * 5000
-    assert mpicoll.allreduce(np.full(5000, number / 2)).tolist() == [1.5 * number] * 5000
+    assert mpicoll.allreduce(np.full(140_000, number)).tolist() == [3 * number] * 140_000
+    assert mpicoll.allreduce(np.full(140_000, number / 2)).tolist() == [1.5 * number] * 140_000
 with comm.duplicate() as same:
     for _ in range(45):
-        mpicoll.allreduce(np.ones(6000, int), comm=same)
-    inherited = "learned" in mpicoll.explain("allreduce", 48000, dtype=int, comm=same).reason
-seen = ["learned" in mpicoll.explain("allreduce", 40000, dtype=kind).reason for kind in (int, float)]
+        mpicoll.allreduce(np.ones(150_000, int), comm=same)
+    inherited = "learned" in mpicoll.explain("allreduce", 1_200_000, dtype=int, comm=same).reason
+seen = ["learned" in mpicoll.explain("allreduce", 1_120_000, dtype=kind).reason for kind in (int, float)]
 if comm.rank == 0:
     print(*seen, inherited)
 """
