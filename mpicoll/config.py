@@ -49,7 +49,8 @@ class Config(NamedTuple):
     ``MPICOLL_INTERFACE`` (one that all hosts reach)
         the network interfaces of which the control network and torch's store of a job on several hosts use one: names
         of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
-        of them must be there. A job on one host listens at 127.0.0.1 only
+        of them must be there. Open MPI's connections by TCP use the same interfaces, unless Open MPI's own settings
+        select others. A job on one host listens at 127.0.0.1 only
     ``MPICOLL_OUTAGE`` (7)
         seconds for which hosts may be unreachable without the job being ended; the value of rank 0 applies to
         all ranks. A host that stays unreachable is reported as lost 5 s later; on Linux before 6.15, after 2 *
