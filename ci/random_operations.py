@@ -4,6 +4,7 @@ plans, requests under way in any number, groups made and freed.
     python ci/random_operations.py --operations 10000 --seed 1                  on threads, 1 to 5 ranks
     mpirun -np 4 python ci/random_operations.py --operations 10000 --seed 1     on MPI
     mpirun -np 4 python ci/random_operations.py --operations 5000 --torch       torch.distributed on mpicoll
+    torchrun --nproc-per-node 4 ci/random_operations.py --operations 5000       without MPI
 
 Everything is done twice: as fast as it goes, and with delays, of messages (on threads) and of ranks that sleep before
 some of their calls. The operations come in programs that know nothing of each other: what fails is repeated by
@@ -60,8 +61,12 @@ def _runs(arguments: argparse.Namespace) -> Iterable[tuple[str, bool, Callable[[
             from support import random_torch
 
             yield f"torch, {world.size} ranks", delays, lambda n, d: random_torch.run(arguments.seed, n, sleeps=d)
-        elif world.mpi is not None:
-            yield f"mpi, {world.size} ranks", delays, lambda n, d: random_programs.run(arguments.seed, n, sleeps=d)
+        elif world.mpi is not None or world.size > 1:
+            yield (
+                f"{'tcp' if world.mpi is None else 'mpi'}, {world.size} ranks",
+                delays,
+                lambda n, d: random_programs.run(arguments.seed, n, sleeps=d),
+            )
         else:
             for size in arguments.sizes:
                 name = f"threads, {size} ranks"
@@ -90,7 +95,7 @@ def main() -> None:
                 done += program(number, delays)
             except Exception as error:
                 word = f"--seed {arguments.seed} --only {number} --delays {'on' if delays else 'off'}"
-                word += " --torch" if arguments.torch else "" if world.mpi else f" --sizes {name.split()[1]}"
+                word += " --torch" if arguments.torch else "" if world.size > 1 else f" --sizes {name.split()[1]}"
                 sys.stderr.write(f"\nWRONG on rank {world.rank}; again by: {word}\n{error}\n\n")
                 raise
         if first:

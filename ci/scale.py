@@ -1,7 +1,7 @@
 """What the control network of a large job costs, measured on one machine: the constants of docs/scale.md.
 
-    python ci/scale.py                       # jobs of 16, 64, 256 and 512 ranks
-    python ci/scale.py --ranks 1000
+    python ci/scale.py                       # jobs of 16, 64, 256, 512 and 1000 ranks
+    python ci/scale.py --ranks 2000
 
 The hub and its clients are control networks of this process, polled by two threads. For each number of ranks it prints
 the processor seconds of the hub's thread until all ranks are connected, and until all know of a death; and of the
@@ -106,7 +106,7 @@ def measure_network(ranks: int) -> tuple[float, float, dict[str, Any]]:
 def main() -> None:
     """Measure what the arguments state."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="16,64,256,512", help="numbers of ranks (16,64,256,512)")
+    parser.add_argument("--ranks", default="16,64,256,512,1000", help="numbers of ranks (16,64,256,512,1000)")
     for ranks in map(int, parser.parse_args().ranks.split(",")):
         connected, died, address = measure_network(ranks)
         print(

@@ -15,23 +15,37 @@ if TYPE_CHECKING:
     from mpicoll.collectives.allgather import allgather, allgather_init, iallgather
     from mpicoll.collectives.allreduce import allreduce, allreduce_init, iallreduce
     from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
-    from mpicoll.collectives.arguments import PROC_NULL
     from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
     from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
     from mpicoll.collectives.empty import empty
     from mpicoll.collectives.explain import explain
     from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
     from mpicoll.collectives.gather import gather, gather_init, igather
+    from mpicoll.collectives.halo import exchange_halo, iexchange_halo
     from mpicoll.collectives.message_buffers import Status
-    from mpicoll.collectives.objects import allgather_object, bcast_object, gather_object, scatter_object
+    from mpicoll.collectives.neighbours import (
+        ineighbor_allgather,
+        ineighbor_alltoall,
+        neighbor_allgather,
+        neighbor_alltoall,
+    )
+    from mpicoll.collectives.objects import (
+        allgather_object,
+        alltoall_object,
+        bcast_object,
+        gather_object,
+        scatter_object,
+    )
     from mpicoll.collectives.p2p import iprobe, irecv, isend, probe, recv, send, sendrecv
     from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
     from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
     from mpicoll.collectives.resilient import resilient
     from mpicoll.collectives.scan import iscan, scan, scan_init
     from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
-    from mpicoll.engine.core.communicator import Communicator
+    from mpicoll.engine.core.communicator import CartesianCommunicator, Communicator, GraphCommunicator
+    from mpicoll.engine.core.proc_null import PROC_NULL
     from mpicoll.engine.core.request import Request, waitall, waitany
+    from mpicoll.engine.core.topology import dims_create
     from mpicoll.engine.debug import debug
     from mpicoll.engine.plan import Plan
     from mpicoll.engine.run_local import run_local
@@ -65,12 +79,14 @@ __all__ = [
     "PROC_NULL",
     "AlgorithmError",
     "ArgumentError",
+    "CartesianCommunicator",
     "Choice",
     "CommunicationError",
     "Communicator",
     "CommunicatorError",
     "DTypeError",
     "DeviceError",
+    "GraphCommunicator",
     "MismatchError",
     "MpicollError",
     "NumericsError",
@@ -94,13 +110,16 @@ __all__ = [
     "allreduce_init",
     "alltoall",
     "alltoall_init",
+    "alltoall_object",
     "barrier",
     "barrier_init",
     "bcast",
     "bcast_init",
     "bcast_object",
     "debug",
+    "dims_create",
     "empty",
+    "exchange_halo",
     "explain",
     "exscan",
     "exscan_init",
@@ -112,8 +131,11 @@ __all__ = [
     "ialltoall",
     "ibarrier",
     "ibcast",
+    "iexchange_halo",
     "iexscan",
     "igather",
+    "ineighbor_allgather",
+    "ineighbor_alltoall",
     "iprobe",
     "irecv",
     "ireduce",
@@ -121,6 +143,8 @@ __all__ = [
     "iscan",
     "iscatter",
     "isend",
+    "neighbor_allgather",
+    "neighbor_alltoall",
     "premul_sum",
     "probe",
     "recv",
@@ -151,22 +175,25 @@ _HOMES = {
     "collectives.allgather": "allgather allgather_init iallgather",
     "collectives.allreduce": "allreduce allreduce_init iallreduce",
     "collectives.alltoall": "alltoall alltoall_init ialltoall",
-    "collectives.arguments": "PROC_NULL",
     "collectives.barrier": "barrier barrier_init ibarrier",
     "collectives.bcast": "bcast bcast_init ibcast",
     "collectives.empty": "empty",
     "collectives.explain": "explain",
     "collectives.exscan": "exscan exscan_init iexscan",
     "collectives.gather": "gather gather_init igather",
+    "collectives.halo": "exchange_halo iexchange_halo",
     "collectives.message_buffers": "Status",
-    "collectives.objects": "allgather_object bcast_object gather_object scatter_object",
+    "collectives.neighbours": "ineighbor_allgather ineighbor_alltoall neighbor_allgather neighbor_alltoall",
+    "collectives.objects": "allgather_object alltoall_object bcast_object gather_object scatter_object",
     "collectives.p2p": "iprobe irecv isend probe recv send sendrecv",
     "collectives.reduce": "ireduce reduce reduce_init",
     "collectives.reduce_scatter": "ireduce_scatter reduce_scatter reduce_scatter_init",
     "collectives.resilient": "resilient",
     "collectives.scan": "iscan scan scan_init",
     "collectives.scatter": "iscatter scatter scatter_init",
-    "engine.core.communicator": "Communicator",
+    "engine.core.communicator": "CartesianCommunicator Communicator GraphCommunicator",
+    "engine.core.proc_null": "PROC_NULL",
+    "engine.core.topology": "dims_create",
     "engine.debug": "debug",
     "engine.plan": "Plan",
     "engine.core.request": "Request waitall waitany",

@@ -1,6 +1,6 @@
 # Collectives of the ranks of one node, in C.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,6 +9,8 @@ from typing_extensions import Buffer
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 def fold(op: str, dtype: str, parts: Sequence[_Array], out: _Array, instructions: str | None = None, /) -> None: ...
+def compress(name: str, values: _Array, message: _Array, error: _Array | None, result: _Array | None, /) -> None: ...
+def decompress(name: str, message: _Array, result: _Array, add: bool, /) -> None: ...
 
 INTERFACE: int
 RING_BYTES: int
@@ -90,6 +92,22 @@ class NativeCall:
         /,
     ) -> None: ...
 
+_Sent: TypeAlias = tuple[int, int, Iterator[int]]
+_Received: TypeAlias = tuple[int, int, Mapping[tuple[int, int | None], Iterator[int]]]
+
+Conclude: TypeAlias = Callable[[Any, int, int, int, int], Exception]
+
+class MessageCall:
+    def __init__(
+        self,
+        comm: int,
+        sent: _Sent | None,
+        received: _Received | None,
+        active: dict[int, Any] | None,
+        conclude: Conclude,
+        /,
+    ) -> None: ...
+
 class QueueLock:
     number: int
     @property
@@ -114,7 +132,7 @@ class Calls:
         x: Any,
         result: Any,
         make_result: Any,
-        carrier: Collective | NativeCall,
+        carrier: Collective | NativeCall | MessageCall,
         call: Any,
         in_place: bool,
         /,
@@ -142,6 +160,9 @@ class Function:
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+def set_mpi(
+    file: str, handle_bytes: int, status_bytes: int, source_offset: int, tag_offset: int, byte: int, /
+) -> bool: ...
 def set_world(queue: Any, /) -> None: ...
 def set_communicator_type(type: type, /) -> None: ...
 def check_rules(function: Callable[[], Any], /) -> None: ...

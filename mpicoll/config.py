@@ -71,8 +71,8 @@ class Config(NamedTuple):
     ``MPICOLL_TRACE`` (none)
         the folder for a trace of all operations; if one rank sets it, it applies to all ranks
     ``MPICOLL_TRANSPORT`` (``auto``)
-        ``mpi``; ``local``: a world of one rank; ``auto``: MPI if an MPI launcher started the process, otherwise
-        ``local``
+        ``mpi``; ``local``: a world of one rank; ``auto``: MPI if an MPI launcher started the process, TCP if another
+        one did, otherwise ``local``
     ``MPICOLL_TUNE`` (``exact``)
         where ranks share no memory, whether the first calls of a kind, from 1 MiB on, try several algorithms, of
         which the fastest stays: ``exact``: where all of them give the same bits; ``any``: also where sums of

@@ -24,7 +24,7 @@ REMEDY = (
 """Commands that install the extension. Without the last option pip would use the wheel that it built before."""
 
 
-INTERFACE = 7
+INTERFACE = 9
 """Number of the interface between the extension and the package, as in ``csrc/module.c``. It grows with each change of
 names or arguments that the package depends on."""
 
@@ -53,6 +53,13 @@ def find_fold() -> Callable[[str, str, Sequence[Any], Any], None] | None:
     """Return the reduction of host memory in C, ``fold(op, dtype, parts, out)``; None if the extension is missing."""
     found = _load()
     return None if isinstance(found, str) else found.fold
+
+
+def find_compression() -> tuple[Callable[..., None], Callable[..., None]] | None:
+    """Return ``compress`` and ``decompress`` in C (see :mod:`mpicoll.buffers.compression`); None if the extension is
+    missing."""
+    found = _load()
+    return None if isinstance(found, str) else (found.compress, found.decompress)
 
 
 class PythonQueueLock:

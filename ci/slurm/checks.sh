@@ -53,8 +53,7 @@ batch() {
 cancel() {
     victim='' submit "cancel-$1" "examples/slurm/$1.sbatch"
     scancel --name="cancel-$1"
-    # Open MPI's launcher forwards no output of the ranks any more after SIGTERM.
-    ended "cancel-$1" "$([[ $1 == srun ]] && echo SIGTERM || echo CANCELLED)"
+    ended "cancel-$1" SIGTERM
 }
 
 preempt() {

@@ -84,3 +84,24 @@ View: TypeAlias = "tuple[Array, Wrap, Wrap]"
 VIEWS: dict[type, Callable[[Any], View | None]] = {}
 """By type of array: the function that returns its view, or None if its memory differs from its values. The module of a
 library adds its types when it is imported."""
+
+
+class DeviceLibrary(Library, Protocol):
+    """A library of arrays on devices, as repeated calls use it."""
+
+    def find_place(self, x: Any) -> tuple[DeviceKind, int] | None:
+        """Return what arrays like `x` have in common, and its address; None if it is not contiguous memory of a device,
+        or has no elements."""
+
+    def current_stream(self, index: int) -> int:
+        """Return the stream for which users of arrays on the device of that number have to wait."""
+
+    def bind_empty(self, kind: DeviceKind) -> Callable[[], Any]:
+        """Return a function that makes an array of `kind`."""
+
+
+DeviceKind: TypeAlias = "tuple[DeviceLibrary, int, Any, tuple[int, ...]]"
+"""Kind of array on a device: the library, the number of the device, the library's dtype, the shape."""
+
+DEVICE_LIBRARIES: dict[type, DeviceLibrary] = {}
+"""By type of array: its library, of arrays that may lie on a device. Filled as :data:`VIEWS`."""

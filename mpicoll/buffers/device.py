@@ -11,7 +11,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -78,6 +78,13 @@ class Device(Protocol):
         """Page-lock contiguous host memory until it is freed. Does nothing a second time, nor where the system
         refuses."""
 
+    def record_caller(self, stream: int) -> StreamEvent | None:
+        """Record an event on a caller's `stream`, to be done before memory may be touched; None if the stream is being
+        captured into a graph."""
+
+    def reuse_event(self, event: StreamEvent) -> None:
+        """Let :meth:`record_caller` record `event` again, for which no wait is left."""
+
     def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
         """Submit work from this thread in the block. It begins when `after` is done. The block ends when all submitted
         work is done, also if it raises. May be nested: the inner block waits likewise."""
@@ -108,6 +115,16 @@ class Device(Protocol):
         bits) are combined in float32 and rounded once. An out may be the memory of a part, and overlaps no other.
         """
 
+    def bind_fold(
+        self, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str
+    ) -> Callable[[], None]:
+        """Return a function that calls :meth:`fold` with these arguments, which it keeps alive, each time in less
+        time."""
+
+    def bind_copy(self, target: DeviceArray, source: DeviceArray) -> Callable[[], None]:
+        """Return a function that calls :meth:`copy` with these arguments, likewise. Both are contiguous, of one size
+        and dtype, and share no memory."""
+
     def export(self, memory: DeviceArray) -> Export | None:
         """Return how other processes reach `memory`; None if they can't."""
 
@@ -122,6 +139,14 @@ class DeviceArray(np.ndarray[Any, Any]):
     """Memory of the device ``on``; see the module. Made by :func:`view`."""
 
     on: Device
+
+    @property
+    def address(self) -> int:
+        """The address of the first element."""
+        found: int | None = self.__dict__.get("_address")
+        if found is None:
+            found = self._address = int(self.__array_interface__["data"][0])
+        return found
 
     def __array_finalize__(self, origin: Any) -> None:
         if origin is not None:
@@ -232,6 +257,24 @@ def on_host(array: Array) -> Array:
     with array.on.working():
         np.copyto(found, array)
     return found
+
+
+def find_kernel_failure(device: Device) -> str | None:
+    """Return the reason why kernels can't be compiled for `device`, or don't work there; None if they do. Compiles and
+    runs one."""
+    given = np.arange(256, dtype=np.uint8)
+    try:
+        with device.working():
+            host = device.allocate_pinned(2 * given.nbytes).reshape(2, -1)
+            host[0] = given
+            source, target = (device.empty(given.size, given.dtype) for _ in range(2))
+            device.copy(source, host[0])
+            device.fold("max", [source], [target], "uint8")
+            device.copy(host[1], target)
+    except Exception as error:  # noqa: BLE001  each way to find and call a compiler has exceptions of its own
+        first = next(iter(str(error).strip().splitlines()), "")
+        return f"no kernel can be compiled for {device.name}, or none runs there: {type(error).__name__}: {first}"
+    return None if np.array_equal(host[1], given) else f"a kernel on {device.name} computes wrong results"
 
 
 def same_place(operation: str, one: Array, other: Array, names: tuple[str, str] = ("x lies", "out")) -> None:

@@ -49,12 +49,37 @@ _COMPLEX_PRODUCT = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel: a loop over ``i``. Its parameters are numbers of 64 bits, named in `parameters`."""
+    """A kernel: a loop over ``i``. Its parameters are numbers of 64 bits, named in `parameters`; the first is the
+    number of elements, of which a pass through the loop processes `lanes` or one."""
 
     name: str
     parameters: tuple[str, ...]
     operation: str
     preamble: str
+    lanes: int = 1
+
+    @property
+    def program(self) -> str:
+        """The kernel in CUDA C++, a function named `name`, for any number of threads."""
+        return _PROGRAM.substitute(
+            preamble=self.preamble,
+            name=self.name,
+            parameters=", ".join(f"const unsigned long long {one}" for one in self.parameters),
+            count=self.parameters[0],
+            lanes=self.lanes,
+            operation=self.operation,
+        )
+
+
+_PROGRAM = Template("""${preamble}
+extern "C" __global__ void ${name}(${parameters}) {
+    const unsigned long long all = ${count} / ${lanes} + ${count} % ${lanes};
+    const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += stride) {
+        ${operation}
+    }
+}
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +175,7 @@ def fold(op: str, dtype: str, parts: int, outs: int, width: int, *, wide_first: 
         name=f"mpicoll_{op}_{dtype}_{shape}_{width}",
         parameters=("n", "count", *ins, *ends),
         operation=_one(addresses) if lanes == 1 else _several(addresses, lanes, width),
+        lanes=lanes,
         preamble=_PREAMBLE.substitute(
             reals="" if dtype == "bool" or dtype in _INTEGERS else _REAL_FUNCTIONS,
             complex=_COMPLEX_TYPE.substitute(real=_COMPLEX[dtype]) if dtype in _COMPLEX else "",

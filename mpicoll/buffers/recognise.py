@@ -51,13 +51,19 @@ def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | No
     return None if view is None else view(x)
 
 
+def is_tensor(x: Any) -> bool:
+    """Return True for a tensor of torch, but not of a class derived from torch.Tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(x) is torch.Tensor
+
+
 def bind_empty(like: Any) -> Callable[[], Any] | None:
     """Return a function that makes an array like `like`; None for other arrays than numpy's and torch's."""
     if type(like) is np.ndarray:
         return partial(np.empty, like.shape, like.dtype)
-    torch = sys.modules.get("torch")
-    if torch is None or type(like) is not torch.Tensor:
+    if not is_tensor(like):
         return None
+    torch = sys.modules["torch"]
     return partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -76,6 +82,12 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
         from mpicoll.buffers.torch import recognise_tensor
 
         return recognise_tensor(operation, x, argument)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        # Before its interface is asked for, which it makes each time.
+        from mpicoll.buffers.cuda.recognise import recognise_cuda
+
+        return recognise_cuda(operation, x, argument)
     if isinstance(x, np.generic):  # before Python's numbers: numpy.float64 is a float as well
         array = np.asarray(x)
         return Buffer(x, array, dtypes.of_numpy(array.dtype), NUMPY_SCALARS)
@@ -115,23 +127,30 @@ def _dlpack_device(x: Any) -> int | None:
 
 
 def _on_device(operation: str, x: Any, argument: str) -> Buffer:
-    what = f"{operation}: {argument} is a {type(x).__name__}"
-    if hasattr(x, "__cuda_array_interface__"):
-        memory = describe(x)
-        what += f" of shape {memory.shape} and dtype {memory.dtype}"
-    else:
-        kind, index = x.__dlpack_device__()
-        what += f" on DLPack device type {int(kind)}, index {index}"
+    if not hasattr(x, "__cuda_array_interface__"):
+        kind, _ = x.__dlpack_device__()
         if kind != _DLPACK_CUDA:
-            raise DeviceError(f"{what}, whose memory mpicoll can't use; copy it to the host first")
+            raise DeviceError(
+                f"{operation}: {_describe_device_array(x, argument)}, whose memory mpicoll can't use; copy it to the"
+                " host first"
+            )
     try:
         from mpicoll.buffers.cuda.recognise import recognise_cuda
     except ImportError as error:
         raise DeviceError(
-            f'{what} in CUDA memory, for which mpicoll needs cupy ({error}): pip install "mpicoll[cuda13]" (cuda12 for'
-            " older drivers), or copy it to the host first"
+            f"{operation}: {_describe_device_array(x, argument)} in CUDA memory, for which mpicoll needs cupy"
+            f' ({error}): pip install "mpicoll[cuda13]" (cuda12 for older drivers), or copy it to the host first'
         ) from error
     return recognise_cuda(operation, x, argument)
+
+
+def _describe_device_array(x: Any, argument: str) -> str:
+    what = f"{argument} is a {type(x).__name__}"
+    if hasattr(x, "__cuda_array_interface__"):
+        memory = describe(x)
+        return f"{what} of shape {memory.shape} and dtype {memory.dtype}"
+    kind, index = x.__dlpack_device__()
+    return f"{what} on DLPack device type {int(kind)}, index {index}"
 
 
 def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpicoll.buffers import device, dtypes
-from mpicoll.buffers.buffer import VIEWS, Buffer, View
+from mpicoll.buffers.buffer import DEVICE_LIBRARIES, VIEWS, Buffer, DeviceKind, View
 from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
@@ -67,8 +69,21 @@ class TorchCudaLibrary:
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         from mpicoll.buffers.cuda.events import record_event
 
-        place = buffer.user.device
-        return record_event(place.index, torch.cuda.current_stream(place).cuda_stream)
+        index = buffer.user.device.index
+        return record_event(index, self.current_stream(index))
+
+    def find_place(self, x: torch.Tensor) -> tuple[DeviceKind, int] | None:
+        if not x.is_cuda or x.layout is not torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        address = x.data_ptr()
+        return ((self, x.device.index, x.dtype, x.shape), address) if address else None
+
+    def current_stream(self, index: int) -> int:
+        return torch.cuda.current_stream(index).cuda_stream
+
+    def bind_empty(self, kind: DeviceKind) -> Callable[[], Any]:
+        _, index, dtype, shape = kind
+        return partial(torch.empty, shape, dtype=dtype, device=torch.device("cuda", index))
 
 
 class BFloat16CudaLibrary(TorchCudaLibrary):
@@ -134,7 +149,7 @@ def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
             f"{operation}: {argument} is on {place}, for which mpicoll needs cupy ({error});"
             ' install it: pip install "mpicoll[cuda13]", or "mpicoll[cuda12]" for older drivers'
         ) from error
-    refuse_capture(operation, argument, place.index, torch.cuda.current_stream(place).cuda_stream)
+    refuse_capture(operation, argument, place.index, _TORCH_CUDA.current_stream(place.index))
     return device_of_index(place.index)
 
 
@@ -155,6 +170,7 @@ def _find_view(x: torch.Tensor) -> View | None:
 
 
 VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _find_view
+DEVICE_LIBRARIES[torch.Tensor] = DEVICE_LIBRARIES[torch.nn.Parameter] = _TORCH_CUDA
 set_torch_access(torch.Tensor)
 
 

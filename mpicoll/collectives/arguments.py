@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from functools import wraps
 from math import prod
 from operator import index
@@ -19,6 +18,7 @@ from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.buffers.recognise import output, recognise
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.engine.core.request import Request, seconds
 from mpicoll.engine.dispatch import get_device_capabilities
 from mpicoll.engine.selection.query import SelectionQuery
@@ -27,6 +27,9 @@ from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+ArrayT = TypeVar("ArrayT")
+"""The type of an array or a number, which the result of a reduction has too."""
 
 Counts = Sequence[int]
 
@@ -89,19 +92,6 @@ def check_rank(operation: str, name: str, value: Any, comm: CommunicatorCore) ->
     if number is None or not 0 <= number < comm.size:
         raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}")
     return number
-
-
-class _ProcNull(IntEnum):
-    """Null process: sending to it has no effect, and receiving from it completes at once and receives nothing."""
-
-    # The value of MPI's standard ABI; unlike -1, a wrong rank + 1 or rank - 1 does not yield it.
-    PROC_NULL = -3
-
-    def __repr__(self) -> str:
-        return "mpicoll.PROC_NULL"
-
-
-PROC_NULL = _ProcNull.PROC_NULL
 
 
 def check_peer(operation: str, name: str, value: Any, comm: CommunicatorCore) -> int:

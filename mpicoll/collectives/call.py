@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpicoll.buffers.buffer import Wrap
+from mpicoll.buffers.buffer import DEVICE_LIBRARIES, Wrap
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import bind_empty, numpy_views
 from mpicoll.collectives.arguments import check_timeout
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.core.operation import Operation
+from mpicoll.engine.core.operation import Operation, Prepare
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
 from mpicoll.engine.executors.native import IN_PLACE, bind_native
@@ -27,6 +27,7 @@ from mpicoll.transport.base import Native
 
 if TYPE_CHECKING:
     from mpicoll._shm import Collective, NativeCall
+    from mpicoll.collectives.device_call import DeviceArguments
 
 BoundCall: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Function that carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is
@@ -44,20 +45,11 @@ caller's."""
 _UNKNOWN: _CacheEntry = ((), None, None, None, None)
 
 
-class Prepare(Protocol):
-    """Function that checks a call on `x` and `out` and describes it."""
-
-    def __call__(self, *, x: Any, out: Any) -> Operation: ...
-
-
 UNCACHED: list[Any] = []
 """Part of the key of calls that are not cached: it can't be hashed."""
 
 _MAX_COPIED_BYTES = 16 * 1024
 """Bytes up to which two copies cost less than preparing an operation again."""
-
-MAX_CACHED_CALLS = 1024
-"""Maximum number of cached calls per communicator."""
 
 MISSING: Any = object()
 """Value that :attr:`OperationQueue.run_repeated` returns for a call that :func:`call` has to carry out."""
@@ -90,6 +82,11 @@ def call(
     value = comm.queue.run_repeated(MISSING, x, out, *key)
     if value is not MISSING:
         return value
+    arguments = _find_device_arguments(comm, key, x, out)
+    if arguments is not None:
+        from mpicoll.collectives import device_call
+
+        return device_call.call(comm, arguments, key[0], x, out, prepare)
     full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x=x, out=out)
@@ -111,6 +108,11 @@ def call(
 def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Task:
     """Return a task that carries out the call, for calls whose result is written to `out`, or that have none on this
     rank. It is cached as in :func:`call`."""
+    arguments = _find_device_arguments(comm, key, x, out)
+    if arguments is not None:
+        from mpicoll.collectives import device_call
+
+        return device_call.make_task(comm, arguments, key[0], x, out, prepare)
     full_key, cached, array, into, _ = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x=x, out=out)
@@ -129,6 +131,16 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
             raise
 
     return Task(run, cached[1])
+
+
+def _find_device_arguments(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> DeviceArguments | None:
+    """Return the arrays of a call on a device, if they may be cached."""
+    if type(out if x is None else x) not in DEVICE_LIBRARIES:
+        return None
+    # Not at module level: only arrays on a device need it.
+    from mpicoll.collectives.device_call import find_arguments
+
+    return find_arguments(comm, key, x, out)
 
 
 def _find_entry(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> _CacheEntry:
@@ -177,10 +189,8 @@ def _cache(
     differ are not prepared twice. Return the cached value."""
     if not full_key or cached is False:
         return False
-    if len(operation.comm.call_cache) >= MAX_CACHED_CALLS:
-        operation.comm.call_cache.clear()
     value = True if cached is None else _bind(operation, key, x, out, prepare)
-    operation.comm.call_cache[full_key] = value
+    operation.comm.cache_call(full_key, value)
     return value
 
 

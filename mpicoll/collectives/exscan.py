@@ -9,6 +9,7 @@ from mpicoll.buffers import ops
 from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import (
+    ArrayT,
     adds_rank_to_errors,
     make_query,
     recognise_operand,
@@ -28,14 +29,14 @@ from mpicoll.engine.world import CommLike, resolve
 
 @repeats("exscan", "op", "algorithm")
 def exscan(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Compute the exclusive prefix reduction: ``x_0 op ... op x_(r-1)`` on rank r, elementwise and in this order.
 
     Args:
@@ -61,7 +62,10 @@ def exscan(
     """
     communicator = resolve(comm)
     key = ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
-    return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
+    result: ArrayT = call(
+        communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm)
+    )
+    return result
 
 
 def iexscan(

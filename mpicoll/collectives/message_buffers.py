@@ -7,13 +7,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.recognise import is_tensor, recognise
 from mpicoll.buffers.streams import record_events
 from mpicoll.collectives.arguments import (
-    PROC_NULL,
     adds_rank_to_errors,
     check_peer,
     check_tag,
@@ -21,8 +22,16 @@ from mpicoll.collectives.arguments import (
     resolve_output,
 )
 from mpicoll.collectives.memory import InputArray, OutputArray
+from mpicoll.collectives.repeated_messages import (
+    explain_truncation,
+    repeat_recv,
+    repeat_send,
+    repeat_sendrecv,
+    size_error,
+)
 from mpicoll.engine.core import message_check
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.engine.diagnostics.flight_recorder import Call, find_call_site
 from mpicoll.engine.executors.staging import DeviceReceive, copy_to_host, sends_device_memory
 from mpicoll.errors import MismatchError, TruncationError
@@ -58,6 +67,13 @@ class Status:
 @adds_rank_to_errors
 def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, Call]:
     """Check `dest` and `tag`, and return the bytes of `x` and the Call record."""
+    key = _make_key(comm, operation, x, dest, tag)
+    known: Call | None = None if key is None else comm.call_cache.get(key)
+    if known is not None:
+        if operation == "send":
+            repeat_send(comm, x, dest, tag, known)
+        if type(x) is np.ndarray and x.flags.c_contiguous:
+            return x.reshape(-1).view(np.uint8), known
     dest, tag = check_peer(operation, "dest", dest, comm), check_tag(operation, tag, comm)
     buffer = recognise(operation, x)
     device, call = device_of(buffer.array), _describe_call(operation, buffer, dest, tag)
@@ -66,7 +82,63 @@ def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag:
     source = InputArray(buffer)
     with nullcontext() if device is None else device.working(record_events(buffer)):
         source.load()
+    if key is not None and dest is not PROC_NULL and source.is_user_buffer and _is_unconverted(buffer, x):
+        comm.cache_call(key, call)
     return source.as_bytes, call
+
+
+def _make_key(comm: CommunicatorCore, operation: str, x: Any, peer: Any, tag: Any) -> tuple[Any, ...] | None:
+    """Return the key of a message of a numpy array or a tensor, whose description serves later ones; None for all
+    others.
+
+    A peer and a tag of another type could equal those of an earlier message, and still be invalid.
+    """
+    if comm.checks.calls or operation == "sendrecv" or (type(x) is not np.ndarray and not is_tensor(x)):
+        return None
+    if (peer is not None and type(peer) is not int) or (tag is not None and type(tag) is not int):
+        return None
+    return operation, x.dtype, x.shape, peer, tag
+
+
+def repeat_exchange(
+    comm: CommunicatorCore,
+    sent: tuple[Any, int, int],
+    received: tuple[Any, int | None, int | None],
+    data: Array,
+    recv_buffer: RecvBuffer,
+    call: Call,
+) -> None:
+    """Have the extension carry out later exchanges like `call`, if there has been one before.
+
+    Args:
+        sent: the array that is sent, dest and tag; `data` are its bytes.
+        received: the array for the received message, source and tag; None where a new array or any is taken.
+    """
+    (x, dest, sendtag), (out, source, recvtag) = sent, received
+    keys = (
+        _make_key(comm, "exchange", x, dest, sendtag),
+        _make_key(comm, "exchange", x if out is None else out, source, recvtag),
+    )
+    if None in keys or not _has_bytes(x, data) or (out is not None and not _has_bytes(out, recv_buffer.memory)):
+        return
+    key = (*keys, out is None)
+    if key in comm.call_cache:
+        repeat_sendrecv(comm, sent, received, call)
+    else:
+        comm.cache_call(key, call)
+
+
+def _has_bytes(array: Any, data: Array) -> bool:
+    """Return True if the bytes of a message, `data`, are those of `array` itself."""
+    return data.size == array.nbytes and (type(array) is not np.ndarray or np.may_share_memory(data, array))
+
+
+def _is_unconverted(buffer: Buffer, array: Array) -> bool:
+    """Return True if the bytes of a message like `array` are those of the array itself."""
+    # Where the memory of a tensor is not that of its values, the extension leaves it to Python.
+    return buffer.array.nbytes == array.nbytes and (
+        type(array) is not np.ndarray or np.may_share_memory(buffer.array, array)
+    )
 
 
 def _describe_call(operation: str, buffer: Buffer, peer: int | None, tag: int | None) -> Call:
@@ -89,12 +161,37 @@ def prepare_recv(
     comm: CommunicatorCore, operation: str, x: Any, source: Any, tag: Any, out: Any, disjoint_from: Array | None = None
 ) -> RecvBuffer:
     """Check `source` and `tag`, and return the receive buffer."""
+    like = x if out is None else out
+    key = None if out is not None and x is not None else _make_key(comm, operation, like, source, tag)
+    known: Call | None = None if key is None else comm.call_cache.get(key)
+    if known is not None and operation == "recv":
+        repeat_recv(comm, x, out, source, tag, known)
+    if known is not None and type(like) is np.ndarray and (out is None or out.flags.carray):
+        plain = _PlainArray(np.empty(x.shape, x.dtype) if out is None else out)
+        return RecvBuffer(comm, plain, plain, known, out)
     source, tag = check_source_and_tag(comm, operation, source, tag)
-    like = recognise_prototype(operation, x, out)
-    output = resolve_output(operation, out, like, like.array.shape)
-    return RecvBuffer(
-        comm, output, _make_target(comm, output, disjoint_from), _describe_call(operation, output, source, tag), out
-    )
+    prototype = recognise_prototype(operation, x, out)
+    output = resolve_output(operation, out, prototype, prototype.array.shape)
+    call = _describe_call(operation, output, source, tag)
+    if key is not None and source is not PROC_NULL and _is_unconverted(prototype, like):
+        comm.cache_call(key, call)
+    return RecvBuffer(comm, output, _make_target(comm, output, disjoint_from), call, out)
+
+
+class _PlainArray:
+    """A contiguous numpy array that receives a message, as the output and as its memory."""
+
+    __slots__ = ("_array", "as_bytes")
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.as_bytes: Array = array.reshape(-1).view(np.uint8)
+
+    def store(self) -> None:
+        """Do nothing: the message is in the array."""
+
+    def result(self) -> Array:
+        return self._array
 
 
 def _make_target(comm: CommunicatorCore, output: Buffer, disjoint_from: Array | None) -> OutputArray | DeviceReceive:
@@ -133,7 +230,12 @@ class RecvBuffer:
     __slots__ = ("_comm", "_header", "_name", "_out", "_output", "_target", "call", "memory")
 
     def __init__(
-        self, comm: CommunicatorCore, output: Buffer, target: OutputArray | DeviceReceive, call: Call, out: Any
+        self,
+        comm: CommunicatorCore,
+        output: Buffer | _PlainArray,
+        target: OutputArray | DeviceReceive | _PlainArray,
+        call: Call,
+        out: Any,
     ) -> None:
         self._comm = comm
         self._output = output
@@ -167,12 +269,8 @@ class RecvBuffer:
         if status is not None:
             status.source, status.tag, status.nbytes = envelope.source, envelope.tag, nbytes
         if nbytes != target.as_bytes.size:
-            raise TruncationError(
-                f"{self._name}: a message of {nbytes} bytes from rank {envelope.source} (tag {envelope.tag})"
-                f" arrived where {target.as_bytes.size} bytes, shape {self._output.array.shape} of dtype"
-                f" {self._output.dtype.name}, were expected (rank {self._comm.rank} of {self._comm.size});"
-                f" {_SIZE_REMEDY}"
-            )
+            message = Envelope(envelope.source, envelope.tag, nbytes)
+            raise size_error(self._comm.queue.group, self.call, self._name, message, target.as_bytes.size)
         if self._header is not None:
             target.as_bytes[:] = self.memory[begin : begin + nbytes]
         target.store()
@@ -187,8 +285,7 @@ class RecvBuffer:
                     self._compare(sent, self.call.peer, self.call.tag)
                 except TruncationError as better:
                     return better
-        comm = self._comm
-        return TruncationError(f"{self.call} on {comm.name}, rank {comm.rank} of {comm.size}: {error}; {_SIZE_REMEDY}")
+        return explain_truncation(self._comm.queue.group, self.call, error)
 
     def _compare(self, sent: message_check.Header, source: int | None, tag: int | None) -> None:
         """Raise TruncationError or MismatchError if the header of the sender differs from that of this receive."""
@@ -215,11 +312,6 @@ class RecvBuffer:
         if "size" in fields:
             raise TruncationError(text)
         raise MismatchError(text, () if source is None else (source,), fields, (sent, expected))
-
-
-_SIZE_REMEDY = (
-    "sender and receiver must agree on the size; mpicoll.probe returns the size of a message before it is received"
-)
 
 
 def _shapes_match(sent: Sequence[int] | None, expected: Sequence[int] | None) -> bool:

@@ -1,24 +1,22 @@
 """Collectives of Python objects that can be pickled.
 
-An object is sent as one message of bytes: a header of sizes, its pickle (protocol 5), and the out-of-band buffers of
-the arrays in it. Arrays of the received object are views of that message. The ranks first exchange blocks of a fixed
-size, which contain the size of a message, and the message itself if it is small. A negative size means that the rank
-has nothing that it can send, and all ranks raise. If a message is larger, a second exchange transfers the messages.
+An object is sent as one message of bytes (see object_messages.py). The ranks first exchange blocks of a fixed size,
+which contain the size of a message, and the message itself if it is small. A negative size means that the rank has
+nothing that it can send, and all ranks raise. If a message is larger, a second exchange transfers the messages.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.collectives import allgather, arguments, bcast, gather, scatter
+from mpicoll.collectives import allgather, alltoall, arguments, bcast, gather, scatter
 from mpicoll.collectives.arguments import adds_rank_to_errors, call_with_timeout
+from mpicoll.collectives.object_messages import FAILED, OutgoingObject, check_sizes, pickle_each, unpickle
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.arrays import displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -27,14 +25,7 @@ from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.selection.selector import get_forced_rules
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.errors import ArgumentError, CommunicationError, DTypeError, MismatchError, ShapeError
-from mpicoll.wording import rank_list
-
-_ALIGNMENT = 64
-"""Alignment in bytes of each part of a message, so that arrays are aligned for the CPU."""
-
-_FAILED = -1
-"""Size that marks an object that can't be sent."""
+from mpicoll.errors import ArgumentError, MismatchError
 
 _BLOCK, _HEAD = 512, 24
 """Sizes in bytes of a block of the first exchange, and of its header.
@@ -74,19 +65,19 @@ def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeo
     """
     communicator = resolve(comm)
     root = _check_root(communicator, "bcast_object", root)
-    outgoing = _Outgoing.of(communicator, "bcast_object", obj) if communicator.rank == root else None
+    outgoing = OutgoingObject.of(communicator, "bcast_object", obj) if communicator.rank == root else None
 
     def exchange() -> Array:
         block = _get_blocks(communicator, "bcast", root).exchange(() if outgoing is None else (outgoing,))[0]
         size = _read_size(block)
-        _check_sizes("bcast_object", communicator, {root: size}, outgoing)
+        check_sizes("bcast_object", communicator, {root: size}, outgoing)
         message = _read_message(block) if outgoing is None else outgoing.message
         if size > _EAGER:
             _run(bcast.prepare(communicator, message, root, message, None))
         return message
 
     message = _run_exchange(communicator, "bcast_object", root, exchange, timeout)
-    return obj if outgoing is not None else _unpickle(communicator, "bcast_object", root, message)
+    return obj if outgoing is not None else unpickle(communicator, "bcast_object", root, message)
 
 
 def gather_object(obj: Any, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> list[Any] | None:
@@ -172,24 +163,13 @@ def scatter_object(
     """
     communicator = resolve(comm)
     root, rank, size = _check_root(communicator, "scatter_object", root), communicator.rank, communicator.size
-    parts: list[_Outgoing] = []
-    if rank == root:
-        objects: Sequence[Any] = objs if isinstance(objs, Sequence) else ()
-        if len(objects) == size:
-            parts = [_Outgoing.of(communicator, "scatter_object", one) for one in objects]
-        else:
-            actual = f"{len(objects)} objects" if isinstance(objs, Sequence) else type(objs).__name__
-            error = ShapeError(
-                f"scatter_object: objs must be a sequence of {size} objects, one for each rank, got {actual}"
-                f" (rank {rank} of {size})"
-            )
-            parts = [_Outgoing(_EMPTY, error)] * size
+    parts = pickle_each(communicator, "scatter_object", objs) if rank == root else []
     failed = next((one for one in parts if one.error is not None), None)
 
     def exchange() -> Array:
         block = _get_blocks(communicator, "scatter", root).exchange(parts)[0]
         largest = int(block[:_HEAD].view(np.int64)[1])
-        _check_sizes("scatter_object", communicator, {root: largest}, failed)
+        check_sizes("scatter_object", communicator, {root: largest}, failed)
         message = _read_message(block)
         if largest > _EAGER:
             counts = np.array([one.size for one in parts] or [0] * size, np.int64)
@@ -200,14 +180,56 @@ def scatter_object(
         return message
 
     message = _run_exchange(communicator, "scatter_object", root, exchange, timeout)
-    return _unpickle(communicator, "scatter_object", root, message)
+    return unpickle(communicator, "scatter_object", root, message)
+
+
+def alltoall_object(objs: Sequence[Any], *, comm: CommLike = None, timeout: float | None = None) -> list[Any]:
+    """Send the i-th object of every rank to rank i.
+
+    Args:
+        objs: a sequence of one object for each rank, which :mod:`pickle` supports. The ranks must trust each other (see
+            :func:`bcast_object`).
+        comm: the communicator; None is :func:`mpicoll.world`.
+        timeout: seconds to wait (see :func:`mpicoll.allreduce`).
+
+    Returns:
+        A list whose j-th element is a copy of rank j's object for this rank.
+
+    Raises:
+        ShapeError: `objs` does not have one object for each rank; other ranks raise ArgumentError.
+        DTypeError: this rank has an object that can't be pickled; no object has been sent.
+        ArgumentError: another rank has an object that can't be pickled.
+        CommunicationError: this rank can't unpickle an object. Other ranks return, and the communicator stays usable.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`mpicoll.allreduce`).
+
+    Example:
+        >>> mpicoll.alltoall_object(["a"])  # on one rank
+        ['a']
+    """
+    communicator = resolve(comm)
+    parts = pickle_each(communicator, "alltoall_object", objs)
+    failed = next((one for one in parts if one.error is not None), None)
+
+    def exchange() -> list[Array]:
+        blocks = _get_blocks(communicator, "alltoall").exchange(parts)
+        counts, largest, _ = blocks[:, :_HEAD].copy().view(np.int64).T.tolist()
+        check_sizes("alltoall_object", communicator, dict(enumerate(largest)), failed)
+        if max(largest) <= _EAGER:
+            return [_read_message(one) for one in blocks]
+        whole = np.empty(sum(counts), np.uint8)
+        joined = np.concatenate([one.message for one in parts])
+        _run(alltoall.prepare(communicator, joined, ([one.size for one in parts], counts), whole, None))
+        return np.split(whole, displacements(counts)[1:-1])
+
+    messages = _run_exchange(communicator, "alltoall_object", None, exchange, timeout)
+    return [unpickle(communicator, "alltoall_object", rank, message) for rank, message in enumerate(messages)]
 
 
 def _gather_objects(
     comm: CommunicatorCore, operation: str, obj: Any, root: int | None, timeout: float | None
 ) -> list[Any] | None:
     """Return the objects of all ranks, on rank `root`, or on all ranks if `root` is None."""
-    outgoing = _Outgoing.of(comm, operation, obj)
+    outgoing = OutgoingObject.of(comm, operation, obj)
 
     def exchange() -> list[Array]:
         blocks = _get_blocks(comm, "allgather").exchange((outgoing,), -1 if root is None else root)
@@ -220,7 +242,7 @@ def _gather_objects(
                 tuple(rank for rank, one in enumerate(roots) if one != roots[comm.rank]),
                 ("root",),
             )
-        _check_sizes(operation, comm, dict(enumerate(counts)), outgoing)
+        check_sizes(operation, comm, dict(enumerate(counts)), outgoing)
         if max(counts) <= _EAGER:
             return [_read_message(one) for one in blocks]
         whole = np.empty(sum(counts) if root in (None, comm.rank) else 0, np.uint8)
@@ -233,39 +255,12 @@ def _gather_objects(
     messages = _run_exchange(comm, operation, root, exchange, timeout)
     if root not in (None, comm.rank):
         return None
-    return [_unpickle(comm, operation, rank, message) for rank, message in enumerate(messages)]
+    return [unpickle(comm, operation, rank, message) for rank, message in enumerate(messages)]
 
 
 @adds_rank_to_errors
 def _check_root(comm: CommunicatorCore, operation: str, root: Any) -> int:
     return arguments.check_rank(operation, "root", root, comm)
-
-
-_EMPTY = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """Object as a message, or the error of its pickling."""
-
-    message: Array
-    error: ArgumentError | None = None
-
-    @property
-    def size(self) -> int:
-        return _FAILED if self.error is not None else self.message.size
-
-    @classmethod
-    def of(cls, comm: CommunicatorCore, operation: str, obj: Any) -> _Outgoing:
-        try:
-            return cls(_pickle(obj))
-        except Exception as error:  # noqa: BLE001  raised after the exchange, in which the other ranks receive the failure
-            pickling_error = DTypeError(
-                f"{operation}: a {type(obj).__name__} can't be pickled: {error}; pass an object that pickle supports,"
-                f" such as the values that it consists of (rank {comm.rank} of {comm.size})"
-            )
-            pickling_error.__cause__ = error
-            return cls(_EMPTY, pickling_error)
 
 
 class _Blocks:
@@ -275,11 +270,14 @@ class _Blocks:
 
     def __init__(self, comm: CommunicatorCore, collective: str, root: int) -> None:
         one, every = np.zeros(_BLOCK, np.uint8), np.zeros(0, np.uint8)
-        if collective == "allgather" or (collective == "scatter" and comm.rank == root):
+        if collective in ("allgather", "alltoall") or (collective == "scatter" and comm.rank == root):
             every = np.zeros(comm.size * _BLOCK, np.uint8)
         if collective == "allgather":
             sent, received = one, every
             operation = allgather.prepare(comm, one, None, every, None)
+        elif collective == "alltoall":
+            sent, received = every, np.zeros_like(every)
+            operation = alltoall.prepare(comm, sent, None, received, None)
         elif collective == "scatter":
             sent, received = every, one
             operation = scatter.prepare(comm, every if comm.rank == root else None, root, None, one, None)
@@ -289,10 +287,10 @@ class _Blocks:
         self._sent, self._received = sent.reshape(-1, _BLOCK), received.reshape(-1, _BLOCK)
         self._body = dispatch.bind(operation, dispatch.select_algorithm(operation), fixed=True)
 
-    def exchange(self, outgoing: Sequence[_Outgoing], root: int = -1) -> Array:
+    def exchange(self, outgoing: Sequence[OutgoingObject], root: int = -1) -> Array:
         """Send the messages `outgoing` in a call with this `root`, and return the received blocks, one per row."""
         sizes = [one.size for one in outgoing]
-        largest = _FAILED if _FAILED in sizes else max(sizes, default=0)
+        largest = FAILED if FAILED in sizes else max(sizes, default=0)
         for row, one in zip(self._sent, outgoing, strict=False):
             row[:_HEAD].view(np.int64)[:] = one.size, largest, root
             if 0 <= one.size <= _EAGER:
@@ -318,19 +316,6 @@ def _read_message(block: Array) -> Array:
     """Return the message in a block, or uninitialized memory for the message if it is too large for a block."""
     size = _read_size(block)
     return np.array(block[_HEAD : _HEAD + size]) if size <= _EAGER else np.empty(size, np.uint8)
-
-
-def _check_sizes(operation: str, comm: CommunicatorCore, sizes: dict[int, int], outgoing: _Outgoing | None) -> None:
-    """Raise an error on all ranks if one of them has nothing to send: this rank's own error if it has one."""
-    failed_ranks = [rank for rank, size in sizes.items() if size < 0]
-    if not failed_ranks:
-        return
-    if outgoing is not None and outgoing.error is not None:
-        raise outgoing.error
-    raise ArgumentError(
-        f"{operation}: {rank_list(failed_ranks)} passed an object that can't be sent, so nothing was sent; the error"
-        f" raised there gives the reason (rank {comm.rank} of {comm.size})"
-    )
 
 
 def _run(operation: Operation) -> None:
@@ -364,40 +349,3 @@ def _run_exchange(
         return Request(job, lambda: job.value)
 
     return call_with_timeout(comm, operation, timeout, start)
-
-
-def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pickle(obj: Any) -> Array:
-    """Return `obj` as a message: the number of parts and their sizes, then the parts: the pickle and its buffers."""
-    memory: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(obj, protocol=5, buffer_callback=memory.append)
-    views = [memoryview(data), *(one.raw() for one in memory)]
-    parts = [np.frombuffer(one, np.uint8) for one in views]
-    head = np.array([len(parts), *(one.size for one in parts)], np.int64).view(np.uint8)
-    offsets = displacements(_align(one.size) for one in (head, *parts))
-    message = np.empty(offsets[-1], np.uint8)
-    for offset, one in zip(offsets, (head, *parts), strict=False):
-        message[offset : offset + one.size] = one
-    return message
-
-
-def _unpickle(comm: CommunicatorCore, operation: str, source: int, message: Array) -> Any:
-    """Return the object in a `message`. The object's arrays are views of the message.
-
-    Raises CommunicationError if the object can't be unpickled.
-    """
-    number = int(message[:8].view(np.int64)[0])
-    sizes = message[8 : 8 * (number + 1)].view(np.int64).tolist()
-    offsets = displacements(_align(size) for size in (8 * (number + 1), *sizes))
-    whole = message.data
-    data, *memory = [whole[offset : offset + size] for offset, size in zip(offsets[1:], sizes, strict=False)]
-    try:
-        return pickle.loads(data, buffers=memory)
-    except Exception as error:
-        raise CommunicationError(
-            f"{operation}: the object of rank {source} can't be unpickled: {error!r}; import its classes on this rank"
-            f" first (rank {comm.rank} of {comm.size}; the exchange is complete, and the communicator can be used)"
-        ) from error

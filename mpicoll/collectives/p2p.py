@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicoll.collectives.arguments import PROC_NULL, adds_rank_to_errors, call_with_timeout, check_timeout
+from mpicoll.collectives.arguments import adds_rank_to_errors, call_with_timeout, check_timeout
+from mpicoll.collectives.call import repeats
 from mpicoll.collectives.message_buffers import (
     NULL_ENVELOPE,
     Status,
@@ -13,9 +14,11 @@ from mpicoll.collectives.message_buffers import (
     make_status,
     prepare_recv,
     prepare_send,
+    repeat_exchange,
 )
 from mpicoll.collectives.transfers import start_recv, start_send, wait_with_timeout
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.engine.core.queue_errors import timeout_error
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
@@ -24,6 +27,7 @@ from mpicoll.errors import RankError, Timeout, TruncationError
 from mpicoll.transport.base import Envelope
 
 
+@repeats("send", "dest", "tag")
 def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> None:
     """Send the array `x` to rank `dest`.
 
@@ -62,6 +66,7 @@ def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: flo
     )
 
 
+@repeats("recv", "source", "tag", "status")
 def recv(
     x: Any = None,
     source: int | None = None,
@@ -117,6 +122,7 @@ def recv(
     return recv_buffer.finish(envelope, status)
 
 
+@repeats("sendrecv", "dest", "source", "sendtag", "recvtag", "like", "status")
 def sendrecv(
     x: Any,
     dest: int,
@@ -167,6 +173,8 @@ def sendrecv(
     received, message = recv_buffer.call, add_header(communicator, data, sent)
     sent.name, received.name = "send", "recv"
     call = Call("sendrecv", parts=(sent, received), collective=False)
+    if like is None:
+        repeat_exchange(communicator, (x, dest, sendtag), (out, source, recvtag), data, recv_buffer, call)
     try:
         envelope = communicator.queue.run_with_deadline(
             communicator.transport.sendrecv,

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
+from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, make_query, recognise_operand, resolve_output
 from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -20,7 +20,7 @@ from mpicoll.engine.world import CommLike, resolve
 
 @repeats("reduce", "op", "root", "algorithm")
 def reduce(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     root: int = 0,
     *,
@@ -28,7 +28,7 @@ def reduce(
     comm: CommLike = None,
     algorithm: str | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT | None:
     """Reduce the arrays of all ranks elementwise, and return the result on rank `root`.
 
     Args:
@@ -53,9 +53,10 @@ def reduce(
     """
     communicator = resolve(comm)
     key = ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
-    return call(
+    result: ArrayT | None = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, root=root, algorithm=algorithm)
     )
+    return result
 
 
 def ireduce(

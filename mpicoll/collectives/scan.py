@@ -7,6 +7,7 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import (
+    ArrayT,
     adds_rank_to_errors,
     make_query,
     recognise_operand,
@@ -25,14 +26,14 @@ from mpicoll.engine.world import CommLike, resolve
 
 @repeats("scan", "op", "algorithm")
 def scan(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Compute the inclusive prefix reduction: ``x_0 op x_1 op ... op x_r`` on rank r, elementwise and in this order.
 
     Args:
@@ -56,7 +57,10 @@ def scan(
     """
     communicator = resolve(comm)
     key = ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
-    return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
+    result: ArrayT = call(
+        communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm)
+    )
+    return result
 
 
 def iscan(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from time import monotonic
 from typing import Any, TypeAlias
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.collectives.arguments import PROC_NULL
 from mpicoll.collectives.message_buffers import NULL_ENVELOPE, RecvBuffer, Status, add_header
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.queue_errors import timeout_error
 from mpicoll.engine.core.request import Request, waitall
@@ -91,9 +92,9 @@ class Transfer:
 
 
 def start_send(comm: CommunicatorCore, data: Array, call: Call) -> Request:
+    call = _rename(call, "isend")
     assert call.peer is not None
     assert call.tag is not None
-    call.name = "isend"
     null = call.peer is PROC_NULL
     pending = _NullTransfer() if null else comm.transport.isend(add_header(comm, data, call), call.peer, call.tag)
     transfer = _make_transfer(comm, pending, lambda envelope: None, call)
@@ -101,13 +102,20 @@ def start_send(comm: CommunicatorCore, data: Array, call: Call) -> Request:
 
 
 def start_recv(comm: CommunicatorCore, recv_buffer: RecvBuffer, status: Status | None) -> Transfer:
-    call = recv_buffer.call
-    call.name = "irecv"
+    call = recv_buffer.call = _rename(recv_buffer.call, "irecv")
     null = call.peer is PROC_NULL
     pending = _NullTransfer() if null else comm.transport.irecv(recv_buffer.memory, call.peer, call.tag)
     return _make_transfer(
         comm, pending, lambda envelope: recv_buffer.finish(envelope, status), call, recv_buffer.explain
     )
+
+
+def _rename(call: Call, name: str) -> Call:
+    """Return `call`, which may describe other messages as well, with this name."""
+    if call.name != name:
+        call = copy(call)
+        call.name = name
+    return call
 
 
 def _make_transfer(

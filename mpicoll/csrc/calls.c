@@ -15,6 +15,7 @@
 
 #include "arrays.h"
 #include "clock.h"
+#include "messages.h"
 #include "records.h"
 
 enum {
@@ -38,7 +39,7 @@ struct Entry {
     size_t input_bytes, result_bytes;
     PyObject *prototypes[2]; /* dtypes of input and result, which must exist as long as their addresses are compared */
     PyObject *make_result; /* NULL: make_array makes it */
-    PyObject *carrier; /* a Collective or a NativeCall */
+    PyObject *carrier; /* a Collective, a NativeCall or a MessageCall */
     PyObject *call;    /* its description */
 };
 
@@ -224,6 +225,10 @@ void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
 {
     if (calls->group == NULL)
         return;
+    if (is_message_call(carrier)) {
+        summarize_call(calls->group, call, false, &((MessageCall *)carrier)->summary);
+        return;
+    }
     if (!is_native_call(carrier)) {
         Collective *collective = (Collective *)carrier;
         summarize_call(calls->group, call, true, &collective->summary);
@@ -323,6 +328,15 @@ int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands
     return status < 0 ? -1 : 1;
 }
 
+/* Carry out messages, which are in no order with the collectives. Returns as run_in_order does. */
+static int run_messages(
+    const Calls *calls, const MessageCall *messages, PyObject *call, PyObject *x, const Operands *operands)
+{
+    if (!recording || !calls->enabled || calls->group == NULL)
+        return 0;
+    return carry_out_messages(messages, calls->group, call, x, operands);
+}
+
 /* Returns a new reference, or NULL: with an exception, or without one if Python has to carry out the call. */
 static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
 {
@@ -355,7 +369,10 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
             Py_CLEAR(value);
         operands.target = to.data;
     }
-    if (value != NULL && run_in_order(calls, carrier, call, &operands) <= 0)
+    const int status = value == NULL              ? 0
+                       : is_message_call(carrier) ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)
+                                                  : run_in_order(calls, carrier, call, &operands);
+    if (status <= 0)
         Py_CLEAR(value);
     Py_DECREF(carrier);
     Py_DECREF(call);
@@ -569,8 +586,8 @@ static PyMethodDef methods[] = {
      " `missing` if there is none, or if the call can't be carried out at once."},
     {"add", add, METH_VARARGS,
      "add(key, x, result, make_result, carrier, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
-     " `carrier`, a Collective or a NativeCall. `key` is a tuple of all other arguments; `result` is an array like the"
-     " result, which `make_result` makes. Each is None where there is none."},
+     " `carrier`, a Collective, a NativeCall or a MessageCall. `key` is a tuple of all other arguments; `result` is an"
+     " array like the result, which `make_result` makes. Each is None where there is none."},
     {"take_deferred", take_deferred, METH_NOARGS,
      "take_deferred()\n--\n\nReturn the signatures and the entries of the calls that have begun without a comparison,"
      " and forget them."},

@@ -41,7 +41,7 @@ typedef struct {
  * without one if Python has to carry out the call. */
 PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size);
 
-/* Have a Collective or a NativeCall carry out `call`. */
+/* Have a Collective, a NativeCall or a MessageCall carry out `call`. */
 void set_call(const Calls *calls, PyObject *carrier, PyObject *call);
 
 /* Run a call in the order of the communicator, by a Collective or a NativeCall, and record it. Returns 1, -1 with an

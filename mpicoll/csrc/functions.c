@@ -1,4 +1,4 @@
-/* The public functions of blocking collectives: calls like earlier ones are carried out without Python code, all others
+/* The public functions of blocking operations: calls like earlier ones are carried out without Python code, all others
  * by the function in Python, which has the same parameters.
  */
 
@@ -19,14 +19,14 @@ PyAPI_FUNC(PyObject *) PyObject_Vectorcall(PyObject *, PyObject *const *, size_t
 #define HAS_VECTORCALL (1ul << 11)
 static const size_t OFFSET_FLAG = (size_t)1 << (8 * sizeof(size_t) - 1); /* of the number of positional arguments */
 
-enum { MAX_PARAMETERS = 8 };
+enum { MAX_PARAMETERS = 10 };
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *attributes, *weak_references;
     PyObject *function;
-    PyObject *name;  /* of the collective */
+    PyObject *name;  /* of the operation */
     PyObject *given; /* the input, where no parameter is */
     PyObject *parameters[MAX_PARAMETERS], *defaults[MAX_PARAMETERS]; /* NULL: must be passed */
     int count, positional;
@@ -71,7 +71,7 @@ static Calls *find_calls(PyObject *comm)
 {
     if (comm == Py_None)
         return (Calls *)Py_XNewRef((PyObject *)world_calls);
-    if (Py_TYPE(comm) != communicator_type)
+    if (!PyObject_TypeCheck(comm, communicator_type))
         return NULL;
     PyObject *calls = PyObject_GetAttr(comm, calls_name);
     if (calls == NULL)

@@ -210,6 +210,8 @@ static Level best_level(void)
     return (Level)level;
 }
 
+int has_avx2(void) { return best_level() >= AVX2; }
+
 static int find_name(const char *name, const char *const *names, int count)
 {
     for (int i = 0; i < count; i++)

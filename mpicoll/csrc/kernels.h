@@ -16,6 +16,9 @@ ReduceKernel find_kernel(const char *op, const char *dtype);
 /* The same, for results that are written around the caches, if there is such a kernel. */
 ReduceKernel find_streaming_kernel(const char *op, const char *dtype);
 
+/* True if the processor has AVX2, and the operating system saves its registers. */
+int has_avx2(void);
+
 /* _shm.fold(op, dtype, parts, out) */
 PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 extern const char shm_fold_doc[];

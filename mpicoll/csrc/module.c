@@ -7,8 +7,11 @@
 #include "bound_call.h"
 #include "calls.h"
 #include "collectives.h"
+#include "compression.h"
 #include "functions.h"
 #include "kernels.h"
+#include "messages.h"
+#include "mpi_library.h"
 #include "native_calls.h"
 #include "queue_lock.h"
 #include "records.h"
@@ -17,6 +20,8 @@
 
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
+    {"compress", (PyCFunction)(void (*)(void))shm_compress, METH_FASTCALL, shm_compress_doc},
+    {"decompress", (PyCFunction)(void (*)(void))shm_decompress, METH_FASTCALL, shm_decompress_doc},
     {"begin_entry", begin_entry, METH_O, begin_entry_doc},
     {"end_entry", end_entry, METH_O, end_entry_doc},
     {"list_records", list_records, METH_O, list_records_doc},
@@ -43,6 +48,7 @@ static PyMethodDef functions[] = {
     {"set_torch_access", set_torch_access, METH_O,
      "set_torch_access(type)\n--\n\nHave the memory of tensors found by the functions that `type` exports. Return False"
      " if it exports none."},
+    {"set_mpi", set_mpi, METH_VARARGS, set_mpi_doc},
     {"limit_sigterm", (PyCFunction)(void (*)(void))limit_sigterm, METH_FASTCALL,
      "limit_sigterm(seconds, stack, output, text)\n--\n\nEnd this process by SIGTERM if Python does not cancel that"
      " within `seconds` of a SIGTERM, after `text`, and what can be read from the descriptor `stack`, were written to"
@@ -53,7 +59,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 7 };
+enum { INTERFACE = 9 };
 
 static int fill_module(PyObject *module)
 {
@@ -61,7 +67,7 @@ static int fill_module(PyObject *module)
         return -1;
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
-        &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec};
+        &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

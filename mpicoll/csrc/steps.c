@@ -58,9 +58,16 @@ enum {
     RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
-    YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
-    POLLS_PER_YIELD = 16     /* where each rank has a core, which other programs may use too */
+    YIELDS = 64,             /* where ranks share cores, before the wait goes on in Python, which looks for failures */
+    TURNS = 8,               /* of polls and a yield where each rank has a core, which other programs may use too */
+    PATIENT_TURNS = 3,
+    PATIENCE = 3,
+    POLLS_PER_READING = 32   /* of the clock */
 };
+
+/* Nanoseconds. */
+static const int64_t POLL = 6000, PATIENT_POLL = 1000000;
+static const int64_t LONG_YIELD = 200000; /* another thread has used the core meanwhile */
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
@@ -320,17 +327,83 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Poll until the wait is over, without the GIL. Returns false if it is not. */
-static bool poll_words(const Steps *steps)
+static int64_t read_nanoseconds(clockid_t clock)
 {
-    const int polls = steps->has_own_core ? POLLS_PER_YIELD : 1;
-    Words late = steps->late;
-    for (int yields = 0; yields < YIELDS; yields++) {
-        for (int poll = 0; poll < polls; poll++) {
-            if (see_words(steps, &late))
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Poll for some nanoseconds. Returns false if the wait is not over. */
+static bool poll_for(const Steps *steps, Words *late, int64_t nanoseconds)
+{
+    const int64_t end = read_nanoseconds(CLOCK_MONOTONIC) + nanoseconds;
+    do {
+        for (int poll = 0; poll < POLLS_PER_READING; poll++) {
+            if (see_words(steps, late))
                 return true;
             relax();
         }
+    } while (read_nanoseconds(CLOCK_MONOTONIC) < end);
+    return false;
+}
+
+/* What has used this rank's core while it yielded. */
+typedef enum { NOTHING, THIS_PROCESS, ANOTHER_ONE } User;
+
+static User yield_core(void)
+{
+    const int64_t used = read_nanoseconds(CLOCK_PROCESS_CPUTIME_ID), begin = read_nanoseconds(CLOCK_MONOTONIC);
+    sched_yield();
+    const int64_t passed = read_nanoseconds(CLOCK_MONOTONIC) - begin;
+    if (passed < LONG_YIELD)
+        return NOTHING;
+    return read_nanoseconds(CLOCK_PROCESS_CPUTIME_ID) - used < passed / 2 ? ANOTHER_ONE : THIS_PROCESS;
+}
+
+/* Poll until the wait is over, where each rank has a core. Returns false if it is not.
+ *
+ * Where other programs compete for the cores, each rank runs for a time slice of some milliseconds, then waits for one.
+ * Ranks that run at the same time communicate as fast as on idle cores. A rank that yields gives up the rest of its
+ * slice, and the others soon give up theirs. So it is patient: it yields only when the rank that it waits for has
+ * probably lost its core. It does so early in its slice, which shifts the next one: ranks that run in turns would need
+ * two slices for every step. Whether this pays is learned. Threads of this process that have work get the core.
+ */
+static bool poll_on_own_core(Steps *steps)
+{
+    Words late = steps->late;
+    for (int turn = 0; turn < (steps->patience > 0 ? PATIENT_TURNS : TURNS); turn++) {
+        const bool patient = steps->patience > 0;
+        if (poll_for(steps, &late, patient ? PATIENT_POLL : POLL)) {
+            steps->patience = patient ? PATIENCE : 0;
+            return true;
+        }
+        const User user = yield_core();
+        const bool over = see_words(steps, &late);
+        if (user == ANOTHER_ONE && !over)
+            steps->patience = PATIENCE;
+        else if (user == THIS_PROCESS)
+            steps->patience = 0;
+        else if (patient)
+            steps->patience--; /* the core is free, or the rank that was waited for has used it */
+        if (over)
+            return true;
+        if (user == THIS_PROCESS)
+            break;
+    }
+    return is_over(steps);
+}
+
+/* Poll until the wait is over, without the GIL. Returns false if it is not. */
+static bool poll_words(Steps *steps)
+{
+    if (steps->has_own_core)
+        return poll_on_own_core(steps);
+    Words late = steps->late;
+    for (int yields = 0; yields < YIELDS; yields++) {
+        if (see_words(steps, &late))
+            return true;
+        relax();
         sched_yield();
     }
     return is_over(steps);

@@ -53,6 +53,7 @@ typedef struct {
     uint32_t seen;          /* the step up to which the words of all ranks have been seen */
     uint32_t signature;     /* of the running operation and the index of its step, never 0 */
     bool has_own_core;      /* no other rank of the node uses it */
+    int patience;           /* long polls that may still fail while other programs use the core */
     bool unusable;          /* this rank has abandoned an operation */
     bool left;              /* the running operation has ended by a failure, on all ranks */
     uint32_t different_step; /* in which the words have differed */

@@ -1,8 +1,8 @@
 """Probes of device memory, in processes that may crash or hang: ``-m mpicoll.engine.cuda_probes NAME``.
 
 ``send``, ``move`` and ``reduce`` try the classes of :data:`mpicoll.transport.cuda_awareness.CLASSES` in jobs of two
-ranks; ``devices`` and ``ipc`` examine the devices of the machine in a single process. Their reports are those of
-:mod:`mpicoll.transport.probes`.
+ranks; ``devices``, ``kernel`` and ``ipc`` examine the devices of the machine in a single process. Their reports are
+those of :mod:`mpicoll.transport.probes`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ PROGRAM: str = __spec__.name
 
 SIZES = (8, 64 << 10, 4 << 20)
 """Bytes of a rank's data: what is sent at once, what is announced first, and what is cut into pieces."""
+
+KERNEL_REMEDY = (
+    "cupy compiles with NVRTC: pip install nvidia-cuda-nvrtc and nvidia-cuda-runtime for cupy's version of CUDA into"
+    " the environment of this Python, or set CUDA_PATH"
+)
 
 _WHAT = "8 B, 64 KiB and 4 MiB of device memory have arrived"
 
@@ -268,6 +273,17 @@ def _devices() -> dict[str, Any]:
     return found
 
 
+def _kernel() -> str:
+    """Check that kernels are compiled and run."""
+    from mpicoll.buffers.device import find_kernel_failure
+
+    device = _device(0)
+    failure = find_kernel_failure(device)
+    if failure is not None:
+        raise probes.ProbeImpossible(failure)
+    return f"a kernel was compiled for {device.name} and ran there"
+
+
 def _ipc() -> str:
     """Check that another process can read and write device memory of this one."""
     device, count = _device(0), 1 << 20
@@ -300,8 +316,9 @@ def _ipc() -> str:
 
 
 def _ipc_peer(description: str) -> str:
-    """Read and write the exported memory, in the other process."""
-    from mpicoll.buffers.device import Export
+    """Read and write the exported memory by copies, and if kernels can be compiled read it by one, in the other
+    process."""
+    from mpicoll.buffers.device import Export, find_kernel_failure
 
     device = _device(0)
     here, there = np.random.default_rng(1).integers(0, 256, (2, 1 << 20), np.uint8)
@@ -316,6 +333,13 @@ def _ipc_peer(description: str) -> str:
             raise probes.WrongResult(
                 f"memory of another process on {device.name} can be opened, but contains wrong data"
             )
+        if find_kernel_failure(device) is None:
+            scratch = device.empty(here.size, memory.dtype)
+            device.fold("max", [memory], [scratch], "uint8")
+            np.copyto(got, scratch)
+            device.synchronize()
+            if not np.array_equal(got, here):
+                raise probes.WrongResult(f"a kernel on {device.name} reads wrong data in memory of another process")
         np.copyto(memory, there)
         device.synchronize()
     return "it is right"
@@ -326,6 +350,7 @@ _PROBES: dict[str, Callable[..., Any]] = {
     "move": _move,
     "reduce": _reduce,
     "devices": _devices,
+    "kernel": _kernel,
     "ipc": _ipc,
     "ipc-peer": _ipc_peer,
 }

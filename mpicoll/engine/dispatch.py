@@ -11,7 +11,7 @@ from weakref import ref
 
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
-from mpicoll.engine.core.arrays import do_nothing
+from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
@@ -21,6 +21,7 @@ from mpicoll.engine.learning import LearnedCall, describe_learning, is_learnable
 from mpicoll.engine.selection.catalogue import (
     IPC,
     NCCL,
+    CompressedAlgorithm,
     DeviceAlgorithm,
     HierarchicalAlgorithm,
     SharedMemoryAlgorithm,
@@ -30,8 +31,9 @@ from mpicoll.engine.selection.selector import Choice, choose
 from mpicoll.errors import MpicollError, ScheduleError
 
 if TYPE_CHECKING:
+    from mpicoll.engine.executors.bound_schedule import Exchanger
     from mpicoll.engine.executors.device import DeviceContext
-    from mpicoll.engine.executors.schedule import Exchanger
+    from mpicoll.engine.executors.phased import MakePhases, PhasedOperation
 
 
 class Task:
@@ -76,6 +78,10 @@ def make_task(operation: Operation) -> Task:
 def select_algorithm(operation: Operation) -> Choice | None:
     """Return the algorithm for `operation`; None for data on a device, where the algorithm is chosen at execution: only
     then the ranks know their capabilities."""
+    if operation.compresses:
+        assert operation.compression is not None
+        name = operation.compression.name
+        return Choice(f"compressed({name})", CompressedAlgorithm(name), 1, "the argument compression")
     return choose(operation.query, operation.algorithm) if operation.on is None else None
 
 
@@ -130,20 +136,30 @@ def bind(
     if isinstance(algorithm, SharedMemoryAlgorithm):
         return _bind_shared_memory(operation, choice, call)
     if isinstance(algorithm, HierarchicalAlgorithm):
-        # Not at module level: only a job on several nodes needs it.
-        from mpicoll.engine.executors.hierarchical import HierarchicalCollective
+        from mpicoll.engine.executors.hierarchical import HierarchicalPhases
 
-        return HierarchicalCollective(operation, lambda phase: bind(phase, select_algorithm(phase)))
+        return _bind_phased(operation, HierarchicalPhases)
+    if isinstance(algorithm, CompressedAlgorithm):
+        from mpicoll.engine.executors.compressed import CompressedPhases
+
+        return _bind_phased(operation, CompressedPhases)
     return _bind_schedule(operation, choice, operation.comm.transport, fixed=fixed)
+
+
+def _bind_phased(operation: Operation, make_phases: MakePhases) -> PhasedOperation:
+    # Not at module level, as the phases themselves: only a job on several nodes needs it.
+    from mpicoll.engine.executors.phased import PhasedOperation
+
+    return PhasedOperation(operation, lambda phase: bind(phase, select_algorithm(phase)), make_phases)
 
 
 def _bind_schedule(
     operation: Operation, choice: Choice, exchanger: Exchanger, *, fixed: bool = False
 ) -> Callable[[], None]:
     # Not at module level, as it loads the schedules, which most calls don't need.
-    from mpicoll.engine.executors.schedule import bind_operation
+    from mpicoll.engine.executors.schedule import ScheduledOperation
 
-    return bind_operation(operation, choice, exchanger, fixed=fixed)
+    return ScheduledOperation(operation, choice, exchanger, fixed=fixed)
 
 
 def _bind_native(operation: Operation, *, fixed: bool, persistent: bool) -> Callable[[], None]:
@@ -207,28 +223,58 @@ def select_on_device(operation: Operation, device: Device, report: Callable[[Cho
     have exchanged their capabilities. Each choice is passed to `report` before the operation begins."""
     # Every thread that calls it must make the same choice as the other ranks.
     context = copy_context()
-    comm, query = operation.comm, operation.query
 
     def choose_once() -> Choice:
-        # Pairs are joined on the host, so the device does not matter.
-        capabilities = (
-            None
-            if query.device is None
-            else get_device_capabilities(comm, device, query.collective, operation.arrays.reduction)
-        )
-        choice = context.copy().run(
-            choose, query._replace(device=capabilities, shm_failed_reason=comm.shm_failed_reason), operation.algorithm
-        )
+        choice = context.copy().run(_choose_on_device, operation, device)
         report(choice)
         return choice
 
     def choose_after_exchange() -> Choice:
-        device_context = _get_device_context(comm, device)
+        device_context = _get_device_context(operation.comm, device)
         device_context.exchange_capabilities()
         choice = choose_once()
         return choose_once() if choice.name == NCCL and device_context.nccl() is None else choice
 
     return choose_after_exchange
+
+
+def _choose_on_device(operation: Operation, device: Device) -> Choice:
+    """Return the algorithm for `operation`, as far as the capabilities of the ranks are known."""
+    comm, query = operation.comm, operation.query
+    # Pairs are joined on the host, so the device does not matter.
+    capabilities = (
+        None
+        if query.device is None
+        else get_device_capabilities(comm, device, query.collective, operation.arrays.reduction)
+    )
+    query = query._replace(device=capabilities, shm_failed_reason=comm.shm_failed_reason)
+    return choose(query, operation.algorithm)
+
+
+def bind_repeated_on_device(
+    operation: Operation, device: Device
+) -> tuple[Choice, CollectiveArrays, SharedMemoryCollective] | bool:
+    """Return the algorithm of `operation`, its arrays, and what carries it out on any arrays like these. Return False
+    if such operations are bound each time, True if that is not known before the ranks have carried out one."""
+    if operation.query.device is None:
+        return False
+    if not _get_device_context(operation.comm, device).has_exchanged:
+        return True
+    choice = _choose_on_device(operation, device)
+    if choice.name != IPC and not isinstance(choice.algorithm, SharedMemoryAlgorithm):
+        return False
+    arrays = operation.arrays.for_shared_memory()
+    if arrays.load is not do_nothing or arrays.store is not do_nothing:
+        return False
+    return choice, arrays, _bind_shared_on_device(operation, choice, arrays, device, repeated=True)
+
+
+def _bind_shared_on_device(
+    operation: Operation, choice: Choice, arrays: CollectiveArrays, device: Device, *, repeated: bool = False
+) -> SharedMemoryCollective:
+    device_context = _get_device_context(operation.comm, device)
+    bind_to_arena = device_context.bind_shared_memory(direct=choice.name == IPC, repeated=repeated)
+    return SharedMemoryCollective.of(operation, choice, arrays, bind_to_arena)
 
 
 def _bind_on_device(operation: Operation, device: Device, call: Call | None) -> Callable[[], None]:
@@ -258,9 +304,7 @@ def _run_on_device(operation: Operation, choice: Choice, device: Device) -> None
         arrays.run_native(nccl)
     elif isinstance(algorithm, (DeviceAlgorithm, SharedMemoryAlgorithm)):
         shared = arrays.for_shared_memory()
-        collective = SharedMemoryCollective.of(
-            operation, choice, shared, device_context.bind_shared_memory(choice.name == IPC)
-        )
+        collective = _bind_shared_on_device(operation, choice, shared, device)
         collective(shared.source, shared.target, shared.load, device.synchronize)
         shared.store()
     elif algorithm is None:

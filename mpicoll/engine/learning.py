@@ -60,6 +60,7 @@ def is_learnable(operation: Operation) -> bool:
         and comm.size > 1
         and operation.on is None
         and operation.algorithm is None
+        and not operation.compresses
         and (query.nbytes or 0) >= _MIN_BYTES
         and not operation.arrivals
         and (comm.tune == "any" or keeps_results(query, operation.arrays.reduction))

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Exchange: TypeAlias = Callable[[Any], list[Any]]
 """Collective function that returns its arguments of all ranks, by rank, as JSON has them."""
 
-_DRAIN_TIMEOUT = 5.0
+DRAIN_TIMEOUT = 5.0
 """Seconds that an exiting process waits for its pending operations."""
 
 _MIN_START_TIMEOUT = 60.0
@@ -60,12 +60,18 @@ exit_callbacks: list[Callable[[], None]] = []
 """Functions that a process of a job of several ranks calls at exit, after its pending operations have completed."""
 
 
-def reject_child_processes() -> None:
+def reject_child_processes(*, without_mpi: bool) -> None:
     """Raise CommunicatorError in a process that was started by a rank and would take the rank's place.
 
-    Such are processes of multiprocessing, and a second process that communicates as the same rank.
+    Such are processes of multiprocessing, and a second process that communicates as the same rank. `without_mpi` is
+    True if the environment describes a job that MPI has not launched.
     """
-    if not launch_env.is_launched(os.environ):
+    if without_mpi and launch_env.is_child() and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise CommunicatorError(
+            "this process is a child of a rank that torchrun has started, and can't communicate as that rank; exchange"
+            " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
+        )
+    if without_mpi or not launch_env.is_launched(os.environ):
         return
     if launch_env.is_child() and "mpi4py.MPI" not in sys.modules:
         raise CommunicatorError(
@@ -83,9 +89,9 @@ def reject_child_processes() -> None:
         )
 
 
-def start_mpi(registry: Registry) -> tuple[CommunicatorCore, str]:
-    """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks, and the folder of the
-    trace that a rank requests, or "". Collective."""
+def start_mpi(registry: Registry) -> tuple[CommunicatorCore, str, str]:
+    """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks, the folder of the trace
+    that a rank requests, or "", and the name of the MPI library. Collective."""
     # Before that module is loaded, hence called after MPI was finalised.
     is_first = "mpicoll.transport.mpi" not in sys.modules
     if is_first:
@@ -107,7 +113,7 @@ def start_mpi(registry: Registry) -> tuple[CommunicatorCore, str]:
         watch.deaths.find_undetected_failures = mpi.find_undetected_failures
         watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
         connect = partial(_connect, watch, transport, mpi.expect_exits, fault_tolerant=mpi.fault_tolerant())
-    return make_communicator(transport, watch, registry, "world", mpi.library, exchange=connect)
+    return *make_communicator(transport, watch, registry, "world", mpi.library, exchange=connect), mpi.library()
 
 
 def make_communicator(
@@ -320,7 +326,7 @@ def _finish_pending(watch: Watchdog, owner: int) -> None:
 
     sinks.add(add_failure)
     for queue in watch.waits.queues():
-        done = queue.drain(timeout=min(_DRAIN_TIMEOUT, config().timeout))
+        done = queue.drain(timeout=min(DRAIN_TIMEOUT, config().timeout))
         # An operation that other ranks did not enter may also have failed meanwhile.
         if not done or (failed and not watch.peers.fault_tolerant):
             watch.abort.announce(

@@ -33,6 +33,7 @@ local_world: ContextVar[Communicator | None] = ContextVar("mpicoll_local_world",
 """The world of a rank that is a thread (see :func:`mpicoll.run_local`)."""
 
 _world: Communicator | None = None
+_library = ""
 _has_local_worlds = False
 _world_lock = threading.Lock()
 
@@ -51,14 +52,17 @@ _registry = Registry(_make_check)
 def world() -> Communicator:
     """Return the communicator of all ranks, created at first use: collective then, and without cost afterwards.
 
-    Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Without a launcher it is a world of one rank that needs
-    no MPI library. Inside :func:`mpicoll.run_local` it is the world of that run.
+    Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Under torchrun, and wherever MASTER_ADDR, MASTER_PORT,
+    RANK and WORLD_SIZE are set, it has the ranks that these describe, and needs no MPI; after ``init_process_group``
+    with a store, a rank and a size it has those ranks until that group is destroyed. Without a launcher it is a world
+    of one rank that needs no MPI library. Inside :func:`mpicoll.run_local` it is the world of that run.
 
     Returns:
         The same communicator at each call, unless ``shrink`` has replaced it.
 
     Raises:
         SetupError: There is no MPI library, or it belongs to another launcher than the one that started this process.
+        Timeout: A rank that the environment describes has not come.
 
     Example:
         >>> mpicoll.world().rank, mpicoll.world().size
@@ -76,11 +80,18 @@ def _make_world() -> Communicator:
     """Create the communicator of all ranks. Collective."""
     with _world_lock:
         if _world is None:
-            kind = config().transport
+            kind, without_mpi = config().transport, False
             if kind != "local":
-                startup.reject_child_processes()
-            if kind == "mpi" or (kind == "auto" and launch_env.is_launched(os.environ)):
-                core, trace_folder = startup.start_mpi(_registry)
+                without_mpi = kind == "auto" and launch_env.is_job_without_mpi(os.environ)
+                startup.reject_child_processes(without_mpi=without_mpi)
+            if without_mpi:
+                # Not at module level, too: it is not needed elsewhere.
+                from mpicoll.engine import startup_tcp
+                from mpicoll.transport.tcp.environment import connect_by_environment
+
+                _begin(*startup_tcp.start(connect_by_environment, _registry))
+            elif kind == "mpi" or (kind == "auto" and launch_env.is_launched(os.environ)):
+                _begin(*startup.start_mpi(_registry))
             else:
                 # Not at module level: an MPI job does not need it, and starts faster without it.
                 from mpicoll.transport import local
@@ -89,22 +100,69 @@ def _make_world() -> Communicator:
                 core = CommunicatorCore(
                     alone, None, name="world", checks=Options.parse(config().check), registry=_registry
                 )
-                trace_folder = config().trace
-            _use_world(Communicator(core, _replace_world))
-            if core.rank == 0 and core.tune != "off":
-                startup.exit_callbacks.append(_write_learned_results)
-            startup.exit_callbacks.append(_warn_of_messages)
-            if trace_folder:
-                _start_trace(core, trace_folder)
+                _begin(core, config().trace, "")
     assert _world is not None
     return _world
 
 
+def _begin(core: CommunicatorCore, trace_folder: str, library: str) -> None:
+    """Use `core` as the world; trace the job if `trace_folder` is not empty. `library` is the name of its MPI library.
+    Collective."""
+    global _library  # noqa: PLW0603  it is that of the world
+    _library = library
+    _use_world(Communicator(core, _replace_world))
+    # A process may have several worlds one after the other.
+    if core.rank == 0 and core.tune != "off" and _write_learned_results not in startup.exit_callbacks:
+        startup.exit_callbacks.append(_write_learned_results)
+    if _warn_of_messages not in startup.exit_callbacks:
+        startup.exit_callbacks.append(_warn_of_messages)
+    if trace_folder:
+        _start_trace(core, trace_folder)
+
+
 def _write_learned_results() -> None:
     """Keep what the calls of this job have learned for later jobs."""
-    from mpicoll.transport import mpi  # late: a world of one needs none
+    learning.write_results(_library)
 
-    learning.write_results(mpi.library())
+
+def can_connect_world() -> bool:
+    """Return True if this process is neither a rank yet nor started by MPI: :func:`connect_world` can make it one."""
+    known = local_world.get() or _world
+    if config().transport != "auto" or not launch_env.is_outside_mpi(os.environ):
+        return False
+    # A world of one without MPI is what a program has that has not been connected.
+    return known is None or (core_of(known).size == 1 and core_of(known).transport.mpi is None)
+
+
+def connect_world(connect: Callable[[], Transport], name: str = "world") -> Communicator:
+    """Return the communicator of the ranks that `connect` connects without MPI. Collective over them.
+
+    Under the name "world" it is what :func:`world` returns from now on, until it is passed to :func:`disconnect`.
+    """
+    from mpicoll.engine import startup_tcp  # late: an MPI job does not need it
+
+    with _world_lock:
+        core, trace_folder, library = startup_tcp.start(connect, _registry, name)
+        if name == "world":
+            _begin(core, trace_folder, library)
+            assert _world is not None
+            return _world
+    return Communicator(core)
+
+
+def disconnect(comm: Communicator, *, abort: bool = False) -> None:
+    """Free a communicator of :func:`connect_world`, with its connections: those derived from it can't be used any more.
+    Collective, unless `abort` is True: then operations that are running fail on all ranks."""
+    global _world  # noqa: PLW0603
+    with _world_lock:
+        if comm is _world:
+            _world = None
+            set_world(None)
+    core = core_of(comm)
+    if abort:
+        core.transport.free()
+    else:
+        core.free()
 
 
 def _replace_world(comm: Communicator) -> None:
@@ -203,7 +261,7 @@ def _adopt(
         transport: Transport = known.queue.run_unqueued(duplicate, call, ranks)
     else:  # the watchdogs are not connected yet, or not those of all these ranks
         transport = startup.run_within_deadline(watch, what, duplicate)
-    if known is None and transport.size == mpi_size:
+    if known is None and transport.size == mpi_size and not launch_env.is_job_without_mpi(os.environ):
         _make_world()  # which connects the watchdogs, and starts the trace
     table = None if known is None else known.context.table
     core, _ = startup.make_communicator(transport, watch, _registry, "mpi4py", library, table)

@@ -50,10 +50,9 @@ def vocab_parallel_cross_entropy(
         group: the tensor parallel group, by default the axis "model" of the grid in use.
 
     Returns:
-        The same on all ranks: for "none" the loss of each position (...), zero where it is ignored; for "sum" their
-            sum;
-        for "mean" the sum divided by the number of positions that are not ignored (nan if there are none). float32 for
-        float16 and bfloat16 logits, whose gradient has their dtype.
+        The same on all ranks: for "none" the loss of each position (...), zero where it is ignored; for "sum" the sum
+        of these; for "mean" that sum divided by the number of positions that are not ignored (nan if there are none).
+        float32 for float16 and bfloat16 logits, whose gradient has their dtype.
 
     Raises:
         DTypeError: `logits` is not a real floating-point tensor, or `target` not an integer one.

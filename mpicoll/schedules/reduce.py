@@ -21,6 +21,20 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
         yield Round(recvs=(Recv(source, range(1), reduce=True),))
 
 
+@algorithm("reduce", ordered=True, rounds="P - 1", sent="min(1, P - 1)")
+def chain(rank: int, size: int, root: int) -> Iterator[Round]:
+    """Pass the partial result from rank to rank, from the last rank counted from the root to the root.
+
+    P - 1 rounds; each rank but the root sends n bytes, and none receives more. With large vectors, a rank passes on one
+    piece while the next one arrives. The linear pipeline, as in Sanders, Speck and Träff 2009, section 2.
+    """
+    vrank = (rank - root) % size
+    if vrank < size - 1:
+        yield Round(recvs=(Recv((rank + 1) % size, range(1), reduce=True),))
+    if vrank:
+        yield Round(sends=(Send((rank - 1) % size, range(1)),))
+
+
 @algorithm("reduce", ordered=True, rounds="lg", sent="min(1, P - 1)")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     """Reduce up a binomial tree, receiving from the smallest subtree first.

@@ -24,6 +24,7 @@ if not _dist.is_available():
 _autoload.register_backend()
 
 from mpicoll.torch import autograd  # noqa: E402  the backend has to be there first
+from mpicoll.torch.compression import CompressionState, compression_hook  # noqa: E402
 from mpicoll.torch.ddp_buckets import share_buckets  # noqa: E402
 from mpicoll.torch.dropin import (  # noqa: E402
     all_gather_into_tensor,
@@ -32,6 +33,7 @@ from mpicoll.torch.dropin import (  # noqa: E402
     all_to_all_single,
     barrier,
     broadcast,
+    reduce,
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
@@ -45,16 +47,19 @@ def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) ->
     Args:
         backend: as of :func:`torch.distributed.init_process_group`, by default mpicoll. In a torch that was built
             without MPI, "mpi" means mpicoll too.
-        args, kwargs: as of :func:`torch.distributed.init_process_group`. Under an MPI launcher none are needed.
+        args, kwargs: as of :func:`torch.distributed.init_process_group`. Under an MPI launcher, and under torchrun,
+            none are needed.
 
     Raises:
-        SetupError: another launcher started this process, or MPI has fewer ranks than the group.
+        SetupError: another launcher started this process, and the environment has no address of rank 0; or MPI has
+            fewer ranks than the group.
         ArgumentError: `rank` or `world_size` differs from MPI's value.
     """
     _dist.init_process_group("mpicoll" if backend is None else _replace_mpi(backend), *args, **kwargs)
 
 
 __all__ = [
+    "CompressionState",
     "all_gather_into_tensor",
     "all_gather_single",
     "all_reduce",
@@ -63,7 +68,9 @@ __all__ = [
     "barrier",
     "broadcast",
     "communicator",
+    "compression_hook",
     "init_process_group",
+    "reduce",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "resilient",

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.world import has_world
+from mpicoll.engine.world import can_connect_world, has_world
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError, Timeout
 from mpicoll.torch import work_status
 from mpicoll.torch.abort_hooks import AbortHooks
@@ -36,7 +36,8 @@ def create(options: Any, backend_options: Any) -> BackendMpicoll:
 
     Raises SetupError if MPI has fewer ranks than the group, or is not started and has ranks that don't call this.
     """
-    _check_start(options.global_ranks_in_group)
+    if not can_connect_world():
+        _check_start(options.global_ranks_in_group)
     comm = create_communicator(options)
     if not options.global_ranks_in_group:
         select_device(options.process_group.bound_device_id)

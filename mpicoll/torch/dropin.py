@@ -13,16 +13,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.torch.fast_path import FastPath
+from mpicoll.torch.group_operations import direct_operations
 from mpicoll.torch.groups import find_direct
 
 
 def _find_fast_path(group: Any) -> FastPath | None:
     """Return the fast path of `group`, or None if c10d must process the call."""
-    process_group = c10d._world.default_pg if group is None else group
-    if c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
+    world = c10d._world
+    process_group = world.default_pg if group is None else group
+    if world.pg_coalesce_state or torch.compiler.is_compiling():
         return None
-    operations = find_direct(process_group)
+    # find_direct(), inlined for all calls but the first one.
+    operations = direct_operations.get(process_group) or find_direct(process_group)
     return None if operations is None else operations.get_fast_path()
+
+
+def _find_root(group: Any, rank: Any, group_rank: Any) -> Any:
+    """Return the rank in `group` of the root that a caller has passed as a global `rank` or as a `group_rank`; None if
+    c10d must process the call."""
+    if rank is None or group_rank is not None:
+        return group_rank if rank is None else None
+    # The default group's ranks are the global ones.
+    if group is None or group is c10d._world.default_pg or rank.__class__ is not int:
+        return rank
+    return c10d._world.pg_group_ranks.get(group, {}).get(rank)
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -56,12 +70,32 @@ def broadcast(
         >>> x
         tensor([0., 0.])
     """
-    # The default group's ranks are the global ones.
-    if not async_op and group is None and group_src is None and src is not None:
-        fast_path = _find_fast_path(None)
-        if fast_path is not None and fast_path.broadcast(tensor, src):
+    if not async_op:
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.broadcast(tensor, _find_root(group, src, group_src)):
             return None
     return dist.broadcast(tensor, src, group, async_op, group_src)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Reduce as :func:`torch.distributed.reduce` does, in place at the destination.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> dist.reduce(x, dst=0)
+    """
+    if not async_op:
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.reduce(tensor, op, _find_root(group, dst, group_dst)):
+            return None
+    return dist.reduce(tensor, dst, op, group, async_op, group_dst)
 
 
 def all_gather_into_tensor(

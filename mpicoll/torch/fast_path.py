@@ -15,7 +15,7 @@ from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import make_query
-from mpicoll.collectives.call import MAX_CACHED_CALLS, MISSING
+from mpicoll.collectives.call import MISSING
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
@@ -123,6 +123,23 @@ class FastPath:
             cached = self._add_to_cache(key, self._bind_move("bcast", tensor, tensor.nbytes, root), "broadcast")
         return cached is not False and self._run_bound(cached, tensor, tensor, ("broadcast", root))
 
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> bool:
+        """Reduce `tensor` in place at the root; see :func:`mpicoll.torch.c10d_collectives.reduce`."""
+        op_hash = _SUM_HASH if op is _SUM else hash(op)
+        output = tensor if root == self._comm.rank else None
+        name = ("reduce", op.__class__, op_hash, root)
+        if self._repeat(MISSING, tensor, output, *name) is not MISSING:
+            return True
+        if root.__class__ is not int or not _is_plain(tensor) or tensor.is_conj():
+            return False
+        if get_forced_rules() or self._queue.needs_every_operation:
+            return False
+        key = (*name, tensor.dtype, tensor.shape)
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_reduce(tensor, op, root), "reduce")
+        return cached is not False and self._run_bound(cached, tensor, output, name)
+
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
         if self._repeat(MISSING, tensor, output, "all_gather_single") is not MISSING:
@@ -198,7 +215,7 @@ class FastPath:
         `name` on tensors like these carried out by the extension alone, if it can do that. Return True."""
         (function, view), call = cached
         source = None if tensor is None else view(tensor)
-        target = source if output is tensor else view(output)
+        target = source if output is tensor else None if output is None else view(output)
         self._run(function, call, source, target)
         carrier = None if self._queue.calls is None else function.find_compiled()
         if carrier is not None:
@@ -213,9 +230,7 @@ class FastPath:
             if isinstance(function, SharedMemoryCollective) and not self._comm.has_arena:
                 return False  # the availability of shared memory is known after its first use
             bound[1].name = name
-        if len(self._cache) >= MAX_CACHED_CALLS:
-            self._cache.clear()
-        self._cache[key] = bound
+        self._comm.cache_call(key, bound)
         return bound
 
     def _bind_in_place(self, tensor: torch.Tensor, op: Any) -> CacheEntry:
@@ -244,21 +259,38 @@ class FastPath:
     def _bind_reduce_scatter(self, tensor: torch.Tensor, op: Any, count: int) -> CacheEntry:
         """Return a function that reduces `count` elements and scatters them, and the view of tensors that it takes."""
         size = self._comm.size
-        bound = False if count % size else self._bind_reduction("reduce_scatter", tensor, op, (count // size,) * size)
+        if count % size:
+            return False
+        bound = self._bind_reduction("reduce_scatter", tensor, op, (count // size,) * size)
+        return self._add_view(bound, tensor.dtype, _view_bytes)
+
+    def _bind_reduce(self, tensor: torch.Tensor, op: Any, root: int) -> CacheEntry:
+        """Return a function that reduces tensors like this one in place at the root, and the view of tensors that it
+        takes."""
+        if not 0 <= root < self._comm.size:
+            return False
+        bound = self._bind_reduction("reduce", tensor, op, (tensor.numel(),), root)
+        return self._add_view(bound, tensor.dtype, _view_nothing)
+
+    def _add_view(self, bound: CacheEntry, dtype: torch.dtype, view_of_single_rank: Callable[..., Any]) -> CacheEntry:
+        """Return the reduction that :meth:`_bind_reduction` has bound, with the view of tensors that it takes; False
+        if it needs work memory."""
         if isinstance(bound, bool):
             return bound
         function, call = bound
         if isinstance(function, SharedMemoryCollective):
             return (function, _view_flat), call
         if isinstance(function, _CopyOfSingleRank):
-            return (function, _view_bytes), call
+            return (function, view_of_single_rank), call
         arrays, native = function
-        dtype = _NUMPY.get(tensor.dtype)
-        if arrays.reduction.finish is not None or dtype is None:
+        element = _NUMPY.get(dtype)
+        if arrays.reduction.finish is not None or element is None:
             return False
-        return (_NativeCollective(arrays, native, dtype), _native_view(native, dtype)), call
+        return (_NativeCollective(arrays, native, element), _native_view(native, element)), call
 
-    def _bind_reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> CacheEntry:
+    def _bind_reduction(
+        self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...], root: int | None = None
+    ) -> CacheEntry:
         """Return a reduction in shared memory or of a single rank, or the arrays of a native one and the MPI library;
         and the Call record.
 
@@ -271,10 +303,12 @@ class FastPath:
         if not dtypes.means(name, buffer.dtype):
             return False
         ready = reduction(collective, name, buffer.dtype, buffer.library.wrap, (count,))
-        arrays = CollectiveArrays(collective, self._comm.rank, counts=counts, reduction=ready)
+        arrays = CollectiveArrays(collective, self._comm.rank, counts=counts, root=root or 0, reduction=ready)
         choice = choose(make_query(self._comm, arrays, None, nbytes=tensor.nbytes), None)
         shape = tuple(tensor.shape)
-        call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
+        call = Call(
+            collective, tensor.nbytes, buffer.dtype.name, shape, root=root, op=ready.name, algorithm=choice.name
+        )
         if self._comm.size == 1:
             return _CopyOfSingleRank(), call
         if isinstance(choice.algorithm, SharedMemoryAlgorithm) and ready.prepare is None:
@@ -339,8 +373,10 @@ class _NativeCollective:
 
     def find_compiled(self) -> NativeCall | None:
         """Return what carries out the collective in the extension; None if only Python can do that."""
-        has_data = self._arrays.collective != "barrier"
-        return bind_native(self._arrays, self._native, self._dtype, has_input=has_data, has_output=has_data)
+        arrays = self._arrays
+        has_input = arrays.collective != "barrier"
+        has_output = has_input and (arrays.collective != "reduce" or arrays.rank == arrays.root)
+        return bind_native(arrays, self._native, self._dtype, has_input=has_input, has_output=has_output)
 
 
 class _ReduceInWorkMemory:

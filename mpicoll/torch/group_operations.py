@@ -23,7 +23,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
 from mpicoll.engine.dispatch import Task
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError
-from mpicoll.torch import c10d_collectives, sparse
+from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
 from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_path import FastPath
@@ -106,14 +106,17 @@ class GroupOperations:
         self._leave_fast_paths()
         if self._callback_comms.drain(self.comm.timeout):
             self._callback_comms.free()
+            connected_groups.disconnect(self.comm)
         else:
             _log.warning("shutdown of %r while an operation is pending that other ranks have not entered", self)
             self.abort()
 
     def abort(self) -> None:
-        """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped."""
+        """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped; without
+        MPI, those that run fail too, on all ranks."""
         self._leave_fast_paths()
         self._callback_comms.abandon()
+        connected_groups.disconnect(self.comm, abort=True)
 
     def _leave_fast_paths(self) -> None:
         self._fast_path = None
@@ -160,12 +163,11 @@ class GroupOperations:
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
         _check_single("reduce", tensors)
-        return self._run_or_start(
-            "reduce",
-            opts,
-            lambda comm: c10d_collectives.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank),
-            tensors,
-        )
+        tensor, op, root = tensors[0], opts.reduceOp, opts.rootRank
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.reduce(tensor, op, root):
+            return self.blocking_result
+        return self._run_or_start("reduce", opts, lambda comm: c10d_collectives.reduce(comm, tensor, op, root), tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _check_single("all_gather", inputs)
@@ -279,7 +281,7 @@ class GroupOperations:
         own = opts.timeout > _UNSET_TIMEOUT
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A blocking MPI call can't be interrupted, so the barrier runs in the background.
-            work = self._start("barrier", c10d_collectives.barrier, [])
+            work = self.start("barrier", c10d_collectives.barrier, [])
             work.bound = opts.timeout.total_seconds() if own else self.comm.timeout
             if opts.asyncOp:
                 return work
@@ -357,7 +359,7 @@ class GroupOperations:
     def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
         """Run the task of `prepare`, or start it and return its Work if `opts.asyncOp` is set."""
         if opts.asyncOp:
-            work = self._start(name, prepare, outputs)
+            work = self.start(name, prepare, outputs)
             if opts.timeout > _UNSET_TIMEOUT:
                 work.bound = opts.timeout.total_seconds()
             return work
@@ -372,7 +374,8 @@ class GroupOperations:
             comm.queue.run(task, task.call)
         return self.blocking_result
 
-    def _start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
+    def start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
+        """Start the task of `prepare`, a collective that c10d knows by `name`, and return its Work."""
         current = self._callback_comms.get_current()
         current.core.check()
         task = prepare(current.core)

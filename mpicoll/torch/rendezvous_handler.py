@@ -15,6 +15,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.world import resolve, world
 from mpicoll.errors import ArgumentError, SetupError
 from mpicoll.torch.job_store import STORE_TIMEOUT, JobStore, create_job_store
+from mpicoll.transport import launch_env
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -50,8 +51,20 @@ def rendezvous(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterato
     rank, size = int(given.get("rank", -1)), int(given.get("world_size", -1))
     if is_environment_complete(rank, size, os.environ):
         yield from original(url, **kwargs)
+    elif (found := find_slurm_rank(rank, size, os.environ)) is not None:
+        yield from original(f"{url.partition('?')[0]}?rank={found[0]}&world_size={found[1]}", **kwargs)
     else:
         yield rendezvous_over_mpi(rank, size)
+
+
+def find_slurm_rank(rank: int, size: int, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return rank and number of ranks of a process that srun has started without MPI.
+
+    None if MASTER_ADDR or MASTER_PORT is not set. `rank` and `size` are the caller's arguments, or -1."""
+    if rank >= 0 or size > 0 or not launch_env.is_outside_mpi(environ):
+        return None
+    set_by_user = {name: environ[name] for name in environ if environ[name] != _exported.get(name)}
+    return launch_env.find_address_rank(set_by_user)
 
 
 def is_environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
@@ -70,18 +83,30 @@ def reject_other_launchers(size: int, environ: Mapping[str, str]) -> None:
         return
     other = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher other than MPI's"
     for name, launcher, remedy in (
-        ("WORLD_SIZE", other, "let `mpirun -np N python script.py` (or mpicoll.spawn) start them instead"),
+        (
+            "WORLD_SIZE",
+            other,
+            _OTHERS,
+        ),
         ("SLURM_STEP_NUM_TASKS", "srun", _SRUN),
     ):
         text = environ.get(name, "")
         if text.isdigit() and int(text) > 1 and name not in _exported:
             raise SetupError(
-                f"init_process_group: {launcher} started {text} processes ({name}={text}), but each has an MPI world of"
-                f" one rank: {remedy}"
+                f"init_process_group: {launcher} started {text} processes ({name}={text}), but each has a world of one"
+                f" rank: {remedy}"
             )
 
 
-_SRUN = "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI library that Slurm supports, or by mpirun"
+_OTHERS = (
+    "set MASTER_ADDR, MASTER_PORT and RANK too, or let `mpirun -np N python script.py` (or mpicoll.spawn) start them"
+    " instead"
+)
+
+_SRUN = (
+    "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI library that Slurm supports, or by mpirun; or"
+    " set MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there) to do without MPI"
+)
 
 _exported: dict[str, str] = {}
 """Environment variables that this module has set, and their values."""
@@ -105,6 +130,7 @@ def _get_store() -> dist.Store:
             # torch's functions such as get_node_local_rank read these variables. Values that the user has set are kept.
             if os.environ.get(name) == _exported.get(name):
                 os.environ[name] = _exported[name] = str(value)
+        os.environ[launch_env.MPI_STORE] = f"{_job_store.address}:{_job_store.port}"
     return _job_store.store
 
 

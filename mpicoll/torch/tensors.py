@@ -35,6 +35,8 @@ def _on_streams(devices: Sequence[torch.device]) -> Iterator[None]:
         for one in devices:
             device = cuda_device(one.index)
             stack.enter_context(device.working())
+            # torch may submit work at any time until the end.
+            stack.callback(device.submit)
             stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(device.stream, one)))
         yield
 

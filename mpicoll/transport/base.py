@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from mpicoll.errors import TruncationError
 from mpicoll.named_tuple import NamedTuple
+
+if TYPE_CHECKING:
+    from mpicoll._shm import MessageCall
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""
@@ -25,6 +28,18 @@ class Envelope(NamedTuple):
     tag: int
     nbytes: int
 
+
+class Route(NamedTuple):
+    """The other rank and the tag of a message; None where a receive takes any."""
+
+    peer: int | None
+    tag: int | None
+
+
+ConcludeFailure: TypeAlias = "Callable[[Any, Exception | None, Envelope], Exception]"
+"""Function that records the end of a message that has failed, given its entry in the flight recorder and its error, and
+returns the exception to raise. Without an error the message, of this envelope, has another size than the memory for it.
+"""
 
 Tally: TypeAlias = "dict[tuple[int, int | None], int]"
 """Numbers of messages by peer and tag."""
@@ -93,6 +108,16 @@ class Pending(Protocol):
 
         Returns the envelope if a message has arrived before.
         """
+
+
+class PostedRound(Protocol):
+    """The messages of a round that were posted. After an error all of them are abandoned."""
+
+    def test(self) -> bool:
+        """Return True if all have completed. It is not called again then."""
+
+    def discard(self) -> None:
+        """Abandon those that have not completed: no receive matches a later message."""
 
 
 class Native(Protocol):
@@ -247,6 +272,9 @@ class Transport(Protocol):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         """Execute one round: post all sends and receives, and return when all have completed."""
 
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
+        """Post all sends and receives of one round, which completes later."""
+
     def send(self, data: Memory, dest: int, tag: int) -> None: ...
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope: ...
     def sendrecv(
@@ -254,6 +282,15 @@ class Transport(Protocol):
     ) -> Envelope: ...
     def isend(self, data: Memory, dest: int, tag: int) -> Pending: ...
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> Pending: ...
+    def bind_messages(
+        self, sent: Route | None, received: Route | None, active: dict[int, Any] | None, conclude: ConcludeFailure
+    ) -> MessageCall | None:
+        """Return what carries out blocking messages in the extension: one that is sent, one that is received, or both.
+        None if only Python can do that.
+
+        Waits that last are shown in `active`, by thread; None: no watchdog looks at them.
+        """
+
     def matches_own_message(self, tag: int) -> bool:
         """Return True if a posted receive matches a message of this rank to itself with `tag`."""
 

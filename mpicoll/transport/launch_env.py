@@ -10,6 +10,9 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_P
 _BATCH_JOBS = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
 _SIGNS = (*_SIZES, "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT")
 
+MPI_STORE = "_MPICOLL_MPI_STORE"
+"""Variable with address and port of the store of an MPI job that sets MASTER_ADDR, RANK and so on for torch."""
+
 
 def is_launched(environ: Mapping[str, str]) -> bool:
     """Return True if an MPI launcher started this process, or the program has initialised MPI by itself."""
@@ -32,6 +35,40 @@ def is_child() -> bool:
     """Return True if multiprocessing started this process."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+def find_address_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rank of this process, and the number of ranks, of a job that has an address but no MPI launcher.
+
+    That is what ``env://`` of torch needs: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE as torchrun sets them,
+    or with the variables of ``srun``. None if something is missing, if there is one rank only, or if an MPI job has set
+    them for torch: a process that one of its ranks has started may have them without those of MPI.
+    """
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    if not address or _parse_number(port) is None or environ.get(MPI_STORE) == f"{address}:{port}":
+        return None
+    for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        rank, size = _parse_number(environ.get(rank_name, "")), _parse_number(environ.get(size_name, ""))
+        if rank is not None and size is not None:
+            return (rank, size) if size > 1 and rank < size else None
+    return None
+
+
+def is_outside_mpi(environ: Mapping[str, str]) -> bool:
+    """Return True if this process is neither a rank of an MPI launcher nor a process that such a rank has started.
+
+    The processes of torchrun are outside, also if an MPI launcher has started torchrun. A rank of a program that has
+    initialised MPI itself is not.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+        return False
+    return "TORCHELASTIC_RUN_ID" in environ or not any(name in environ for name in _SIGNS)
+
+
+def is_job_without_mpi(environ: Mapping[str, str]) -> bool:
+    """Return True if the environment describes a job of several ranks that no MPI launcher started."""
+    return is_outside_mpi(environ) and find_address_rank(environ) is not None
 
 
 def launched_size(environ: Mapping[str, str]) -> int | None:

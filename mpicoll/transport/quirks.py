@@ -109,6 +109,14 @@ SURVIVORS = Quirk(
     "such a job exits without MPI_Finalize, and the survivors agree before they use a new communicator",
 )
 
+ENDED_LAUNCHER = Quirk(
+    "output after SIGTERM",
+    "Open MPI 5",
+    r"Open MPI v5\.",
+    "a launcher that receives SIGTERM prints nothing more of the ranks, and kills them after a quarter of a second",
+    "the report of what they waited for is written to the launcher's stderr, if the lowest rank is on its host",
+)
+
 SLOTS = Quirk(
     "root and oversubscription",
     "Open MPI",
@@ -127,6 +135,7 @@ QUIRKS = (
     LARGE_PERSISTENT,
     FAILURES,
     SURVIVORS,
+    ENDED_LAUNCHER,
     SLOTS,
 )
 """All quirks, those that lead to wrong results first."""

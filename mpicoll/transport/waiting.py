@@ -85,17 +85,31 @@ class Backoff:
         time.sleep(min(max(NAP, _NAP_SHARE * (time.monotonic() - self.begin)), self._longest_nap))
 
 
-def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callable[[], object] | None = None) -> T:
+def poll(
+    ready: Callable[[], T],
+    timeout: float | None,
+    what: str,
+    check: Callable[[], object] | None = None,
+    nap: float = 0.0,
+) -> T:
     """Call `ready` until it returns a true value, and return that value.
 
     The first calls are made without a pause; later ones yield the core, then sleep. `check`, which may raise, is called
     before each sleep. Raises Timeout, with `what` in its text, after `timeout` seconds (None: never).
+
+    `nap` is a number of seconds by which the end of the wait may be noticed late: where a thread can sleep for so
+    short a time, the wait sleeps at once.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     spins, backoff = SPINS, None
     while not (value := ready()):
         if deadline is not None and time.monotonic() > deadline:
             raise Timeout(f"{what}: not complete within the timeout of {timeout:g} s")
+        if nap >= NAP:
+            if check is not None:
+                check()
+            time.sleep(min(nap, _LONGEST_NAP))
+            continue
         if spins:
             spins -= 1
             continue

@@ -180,6 +180,7 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
     assert cuda["cuda:0"].value.startswith("Fake CUDA device, 16 GiB, compute capability 9.0, bus ")
     assert cuda["cuda:1"].state == "ok"
     assert cuda["NCCL"].value == "2.27.3"
+    assert cuda["kernels"].value == "a kernel was compiled for cuda:0 and ran there"
     assert cuda["IPC"].value == "another process has read and written memory of cuda:0"
     for name in ("messages", "moving collectives", "reductions"):
         assert cuda[f"MPI: {name}"].state == "ok"
@@ -591,6 +592,18 @@ def test_ipc(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cuda, "_probe_device", lambda name: told)
     found = cuda.check_ipc()
     assert (found.state, found.value) == (state, next(iter(told.values())))
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [({"done": "a kernel was compiled"}, "ok"), ({"unable": "no NVRTC"}, "problem"), ({"failed": "crash"}, "problem")],
+    ids=["good", "unable", "crash"],
+)
+def test_kernels(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_probe_device", lambda name: told)
+    found = cuda.check_kernels()
+    assert (found.state, found.value) == (state, next(iter(told.values())))
+    assert ("NVRTC" in found.value or "nvrtc" in found.remedy) == (state == "problem")
 
 
 def test_devices_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,41 @@ def test_no_rank_is_left(number: signal.Signals, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+STUCK = """\
+import sys, time, mpicoll, numpy as np
+from mpicoll.engine.diagnostics import abort, late_imports
+abort._LONG_WAIT = 0.0
+late_imports.load_analysis()
+rank = mpicoll.world().rank
+mpicoll.barrier()
+print("up", flush=True)
+if rank == 1:
+    time.sleep(60)
+mpicoll.allreduce(np.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_the_launcher_ends_report_what_they_wait_for(tmp_path: Path) -> None:
+    """Open MPI 5's launcher leaves them a quarter of a second, which may be too little while the machine is busy."""
+    program = tmp_path / "program.py"
+    program.write_text(STUCK)
+    for _ in range(5):
+        job = start("-np", "2", "--no-tag", str(program), MPICOLL_REPORT=str(tmp_path))
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        time.sleep(0.2)  # in which rank 0 calls the collective
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 128 + signal.SIGTERM, errors
+        if list(tmp_path.glob("mpicoll-report-*.txt")):
+            break
+    assert "mpicoll: ranks 0 and 1 of 2 were ended by SIGTERM\n" in errors
+    assert "waits for rank 1, which has not called it" in errors
+    [report] = tmp_path.glob("mpicoll-report-*.txt")
+    assert str(report) in errors
+
+
 def has_mark(environ: Path, mark: str) -> bool:
     try:
         return mark.encode() in environ.read_bytes()

@@ -82,6 +82,11 @@ def check_all(comm: mpicoll.Communicator) -> None:
         assert same(both(mpicoll.scatter_object, objs, root, comm=comm), thing(rank))
     every = both(mpicoll.allgather_object, thing(rank), comm=comm)
     assert same(every, list(map(thing, range(size))))
+    # Small ones, and some that do not fit in a block.
+    for make in (str, thing):
+        sent = [make(size * rank + other) if other != rank else None for other in range(size)]
+        want = [make(size * other + rank) if other != rank else None for other in range(size)]
+        assert same(both(mpicoll.alltoall_object, sent, comm=comm), want)
 
 
 def test_objects_of_all_kinds(ranks: Ranks) -> None:
@@ -123,6 +128,7 @@ CALLS: dict[str, Callable[[Any, int, int], Any]] = {
     "gather_object": lambda obj, rank, size: mpicoll.gather_object(obj, 0),
     "allgather_object": lambda obj, rank, size: mpicoll.allgather_object(obj),
     "scatter_object": lambda obj, rank, size: mpicoll.scatter_object([obj] * size, size - 1),
+    "alltoall_object": lambda obj, rank, size: mpicoll.alltoall_object([obj] * size),
 }
 
 
@@ -177,6 +183,8 @@ def test_wrong_arguments(some_more: Ranks) -> None:
             kind = mpicoll.ShapeError if rank == 1 else mpicoll.ArgumentError
             with pytest.raises(kind, match="scatter_object"):
                 mpicoll.scatter_object(wrong, 1)  # type: ignore[arg-type]
+            with pytest.raises(kind, match="alltoall_object"):
+                mpicoll.alltoall_object(wrong if rank == 1 else [1] * size)  # type: ignore[arg-type]
         with pytest.raises(mpicoll.ArgumentError, match="timeout"):
             mpicoll.allgather_object(1, timeout=-1.0)
         with pytest.raises(mpicoll.ArgumentError):

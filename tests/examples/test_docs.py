@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 import pytest
-from support.launch import ROOT, mpirun
+from support.launch import ROOT
 from support.scripts import run_scripts
 
 import mpicoll
@@ -51,6 +51,11 @@ def blocks(page: str, language: str) -> list[str]:
 def prose(page: str) -> str:
     """The page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+
+
+def printed_outputs(text: str) -> list[tuple[str, str, str]]:
+    """Each Python block that is followed by its output: its code, the command and the output."""
+    return re.findall(r"^```python\n([^`]*)^```\n\n```text\n\$ (.*)\n([^`]*)^```$", text, re.MULTILINE)
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -91,17 +96,23 @@ def test_code_for_devices() -> None:
 
 
 @pytest.mark.slow
-def test_printed_output(tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [1, 4])
+def test_printed_output(size: int, tmp_path: Path) -> None:
     """A text block that begins with a command shows the output of the Python block before it."""
-    text = "\n".join(PAGES.values())
-    pairs = re.findall(r"^```python\n([^`]*)^```\n\n```text\n\$ (.*)\n([^`]*)^```$", text, re.MULTILINE)
-    assert pairs
-    for code, command, output in pairs:
-        match = re.fullmatch(r"mpirun -np (\d) python (\w+\.py)", command)
+    expected: dict[Path, str] = {}
+    for code, command, output in itertools.chain.from_iterable(map(printed_outputs, PAGES.values())):
+        match = re.fullmatch(r"mpirun -np ([14]) python (\w+\.py)", command)
         assert match is not None, command
-        script = tmp_path / match[2]
-        script.write_text(code)
-        assert mpirun(int(match[1]), script).stdout.splitlines() == output.splitlines()
+        if int(match[1]) == size:
+            script = tmp_path / match[2]
+            script.write_text(code)
+            assert script not in expected, script.name
+            expected[script] = output
+    assert expected
+    ends = run_scripts(size, tmp_path, *([script] for script in expected), seconds=200)
+    for (script, output), ended in zip(expected.items(), ends, strict=True):
+        assert [line.rstrip() for line in ended.output.splitlines()] == output.splitlines(), script.name
 
 
 def test_comments() -> None:
@@ -194,8 +205,8 @@ def check_command(words: list[str], page: str) -> None:
         if len(rest) == 1:
             rest.append("--help")  # the name of a command; it may need more to be one
         assert not rest or not rejects(cli._parser(rest), rest), words
-    elif program in ("python", "python3"):
-        check_python(rest, page)
+    elif program in ("python", "python3", "torchrun"):
+        check_python([word for word in rest if not word.startswith("--nproc-per-node=")], page)
     elif program in ("sudo", "srun", "sbatch", "ci/slurm.sh"):
         check_slurm_command(program, rest, page)
     elif program.startswith("ci/"):
@@ -235,7 +246,8 @@ def check_python(words: list[str], page: str) -> None:
     elif words[0] == "setup.py":
         assert words[1:] == ["build_ext", "--inplace"], words
     elif not words[0].startswith("-"):
-        assert f"Save this as `{words[0]}`" in PAGES[page], words
+        shown = any(command.endswith(f" {words[0]}") for _, command, _ in printed_outputs(PAGES[page]))
+        assert shown or f"Save this as `{words[0]}`" in PAGES[page], words
 
 
 def check_shell_script(script: Path, words: list[str]) -> None:

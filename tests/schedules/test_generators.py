@@ -38,7 +38,7 @@ def test_names() -> None:
         "bcast": ("binomial", "chain", "scatter_allgather"),
         "exscan": ("linear", "recursive_doubling"),
         "gather": ("linear", "binomial"),
-        "reduce": ("linear", "binomial", "reduce_scatter_gather"),
+        "reduce": ("linear", "chain", "binomial", "reduce_scatter_gather"),
         "reduce_scatter": ("ring", "pairwise", "recursive_halving", "linear"),
         "scan": ("linear", "recursive_doubling"),
         "scatter": ("linear", "binomial"),

@@ -120,7 +120,7 @@ def user_affine(a: Any, b: Any) -> Any:
     """Compose maps; a complex number s + ti stands for the map x -> s x + t. Composition does not commute."""
     real = a.real * b.real
     imag = a.imag * b.real + b.imag
-    return (real + 1j * imag).astype(a.dtype) if isinstance(a, np.ndarray | np.generic) else torch.complex(real, imag)
+    return torch.complex(real, imag) if isinstance(a, torch.Tensor) else (real + 1j * imag).astype(a.dtype)
 
 
 @_plain

@@ -23,6 +23,8 @@ import pytest
 from support import fake_cuda
 from support.fake_cuda import fakecuda
 
+SET_ONES = 'extern "C" __global__ void set_ones(double* at) { at[blockIdx.x * blockDim.x + threadIdx.x] = 1; }'
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels of the fake CUDA need g++")
 
 
@@ -653,14 +655,14 @@ def test_addresses_are_no_use_without_access_to_the_device(cuda, devices, monkey
     with cuda.cuda.Device(1):
         x = cuda.zeros(4)
         cuda.cuda.Stream.null.synchronize()
-    kernel = cuda.ElementwiseKernel("uint64 at", "", "((double*)at)[i] = 1", "set_one")
-    kernel(x.data.ptr, size=4)
+    set_ones = cuda.RawKernel(SET_ONES, "set_ones")
+    set_ones((2,), (2,), (x.data.ptr,))
     with pytest.raises(runtime.CUDARuntimeError, match="no access to device 1"):
         runtime.streamSynchronize(0)
     runtime.deviceEnablePeerAccess(1)
     with pytest.raises(runtime.CUDARuntimeError, match="AlreadyEnabled"):
         runtime.deviceEnablePeerAccess(1)
-    kernel(x.data.ptr, size=4)
+    set_ones((2,), (2,), (x.data.ptr,))
     assert cuda.asnumpy(x).tolist() == [0.0] * 4  # on the other device's stream: nobody has waited
     runtime.streamSynchronize(0)
     assert cuda.asnumpy(x).tolist() == [1.0] * 4
@@ -926,10 +928,9 @@ def test_cupy_sees_overlaps_within_a_memory_object_only(cuda):
         cuda.copyto(x[:5], alias(cuda, x, 8, (5,)))
 
 
-_MISALIGNED = """
+_MISALIGNED = f"""
 import cupy
-kernel = cupy.ElementwiseKernel("uint64 at", "", "((double*)at)[i] = 1", "set_one")
-kernel(cupy.empty(4).data.ptr + 4, size=3)
+cupy.RawKernel({SET_ONES!r}, "set_ones")((1,), (3,), (cupy.empty(4).data.ptr + 4,))
 cupy.cuda.Stream.null.synchronize()
 """
 
@@ -938,11 +939,9 @@ cupy.cuda.Stream.null.synchronize()
 def test_elements_lie_at_multiples_of_their_size(cuda):
     x = cuda.zeros(4)
     y = alias(cuda, x, 4, (3,))
-    kernel = cuda.ElementwiseKernel("", "float64 y", "y = 1", "set_one")
-    for give in (lambda: y.fill(1), lambda: kernel(y)):
-        give()
-        with pytest.raises(cuda.cuda.runtime.CUDARuntimeError, match="Misaligned"):
-            cuda.cuda.Stream.null.synchronize()
+    y.fill(1)
+    with pytest.raises(cuda.cuda.runtime.CUDARuntimeError, match="Misaligned"):
+        cuda.cuda.Stream.null.synchronize()
     done = python(_MISALIGNED)
     assert done.returncode == -signal.SIGILL, done.stderr
 
@@ -985,71 +984,39 @@ def test_dlpack_orders_streams(cuda):
 # Kernels
 
 
-@needs_compiler
-def test_kernels_are_elementwise(cuda):
-    kernel = cuda.ElementwiseKernel("T x, U y, float32 scale", "T z", "z = x * scale + y", "fused")
-    x, y = cuda.arange(6, dtype=np.float32).reshape(2, 3), cuda.arange(3, dtype=np.int64)
-    wanted = np.arange(6, dtype=np.float32).reshape(2, 3) * 2 + np.arange(3)
-    assert np.array_equal(kernel(x, y, 2).get(), wanted)
-    out = cuda.empty((3, 2), np.float32).T
-    assert kernel(x, y, 2, out) is out
-    assert poisoned(cuda.empty((2, 3), np.float32).get())
-    assert np.array_equal(out.get(), wanted)
-    with pytest.raises(TypeError, match="mismatched"):
-        kernel(x, y, 2, cuda.empty((2, 3)))
-    with pytest.raises(TypeError, match="Wrong number"):
-        kernel(x)
-
-
-@needs_compiler
-def test_kernels_index_raw_arrays(cuda):
-    kernel = cuda.ElementwiseKernel("raw T x", "T y", "y = x[_ind.size() - 1 - i] + x.size()", "backwards")
-    assert kernel(cuda.arange(4), cuda.empty(4, np.int64)).get().tolist() == [7, 6, 5, 4]
+_ADD = """
+template <typename T> __device__ __forceinline__ T plus(T x, T y) { return x + y; }
+extern "C" __global__ void add(unsigned long long from, unsigned long long to, unsigned long long count) {
+    const unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < 4 && gridDim.x == 2) ((double*)to)[i] = plus(((const double*)from)[i], (double)count);
+}
+"""
 
 
 @needs_compiler
 def test_kernels_take_addresses(cuda):
-    code = "((double*)to)[i] = ((const double*)from)[i] + count"
-    kernel = cuda.ElementwiseKernel("uint64 from, uint64 to, uint64 count", "", code, "by_address")
+    add = cuda.RawKernel(_ADD, "add")
     x, y = cuda.arange(5.0), cuda.empty(5)
-    kernel(x.data.ptr + 8, y.data.ptr, 3, size=4)
+    add((2,), (3,), (x.data.ptr + 8, y.data.ptr, 3))
     assert y.get()[:4].tolist() == [4, 5, 6, 7]
     source = pinned(cuda, np.arange(4.0))
-    kernel(source.ctypes.data, y.data.ptr, 1, size=4)
+    add((2,), (3,), (source.ctypes.data, y.data.ptr, 1))
     source[...] = 5
     assert y.get()[:4].tolist() == [6, 6, 6, 6]
 
 
 @needs_compiler
-def test_kernels_refuse_races(cuda):
-    kernel = cuda.ElementwiseKernel("T x", "T y", "y = x", "shift")
-    x = cuda.arange(5)
-    assert kernel(x, x) is x
-    with pytest.raises(RuntimeError, match="overlaps"):
-        kernel(x[:-1], x[1:])
-
-
-@needs_compiler
-def test_kernels_know_what_cuda_knows(cuda):
-    preamble = "__device__ float lift(unsigned short x) { return __uint_as_float((unsigned)x << 16); }"
-    halves = np.float32([1.5, -2, np.inf]).view(np.uint32) >> 16
-    lift = cuda.ElementwiseKernel("uint16 x", "float32 y", "y = lift(x)", "lift", preamble=preamble)
-    assert lift(cuda.asarray(halves.astype(np.uint16))).get().tolist() == [1.5, -2, np.inf]
-    add = cuda.ElementwiseKernel("float16 x, float16 y", "float16 z", "z = (float)x + (float)y", "halves")
-    x = np.float16([1, 0.1, 2048])
-    assert np.array_equal(add(cuda.asarray(x), cuda.asarray(x[::-1].copy())).get(), x + x[::-1])
-    times = cuda.ElementwiseKernel("T x, T y", "T z", "z = x * y", "times")
-    z = np.complex64([1 + 2j, -3j])
-    assert np.array_equal(times(cuda.asarray(z), cuda.asarray(z)).get(), z * z)
-    least = cuda.ElementwiseKernel("T x, T y", "T z", "z = min(x, y)", "least")
-    assert least(cuda.asarray([1.0, np.nan]), cuda.asarray([np.nan, 2.0])).get().tolist() == [1.0, 2.0]
+def test_kernels_have_blocks_that_cuda_allows(cuda):
+    add = cuda.RawKernel(_ADD, "add")
+    for grid, block in (((0,), (1,)), ((1 << 31,), (1,)), ((1,), (1025,))):
+        with pytest.raises(cuda.cuda.runtime.CUDARuntimeError, match="InvalidConfiguration"):
+            add(grid, block, (0, 0, 0))
 
 
 @needs_compiler
 def test_a_kernel_that_does_not_compile(cuda):
-    kernel = cuda.ElementwiseKernel("T x", "T y", "y = nonsense", "broken")
     with pytest.raises(RuntimeError, match="nonsense"):
-        kernel(cuda.ones(3))
+        cuda.RawKernel('extern "C" __global__ void broken() { nonsense; }', "broken")((1,), (1,), ())
 
 
 # NCCL

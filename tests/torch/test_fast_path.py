@@ -202,6 +202,8 @@ def test_repeated_calls_take_the_short_way_of_the_extension(
         # Open MPI's MAX of floating numbers is not used, because it ignores NaN.
         (lambda: module.all_reduce(x.fill_(rank + 1), ReduceOp.PRODUCT), x, torch.full((3,), math.factorial(size))),
         (lambda: module.broadcast(x.fill_(rank), 1), x, torch.ones(3)),
+        (lambda: module.broadcast(x.fill_(rank), 1, dist.group.WORLD), x, torch.ones(3)),
+        (lambda: module.reduce(x.fill_(rank), 1), x, torch.full((3,), sum(range(size)) if rank == 1 else rank)),
         (lambda: module.all_gather_into_tensor(whole, x.fill_(rank)), whole, torch.arange(size).repeat_interleave(3)),
         (
             lambda: module.all_to_all_single(whole, torch.full_like(whole, rank)),
@@ -229,6 +231,36 @@ def test_repeated_calls_take_the_short_way_of_the_extension(
     dist.all_reduce(negated)
     assert recorder.list_records(True)[-1][0][1] != queue.number
     assert torch.equal(negated, torch.full((3,), -size).to(dtype))
+
+
+@pytest.mark.extension
+def test_reduce_and_broadcast_of_the_dropin_bypass_c10d(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups too, whose ranks are other ones than the global ones, by which their roots are named."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size < 2:
+        pytest.skip("needs two ranks")
+    last = [size - 2, size - 1]
+    group = dist.new_group(last)
+    if rank in last:
+        dist.barrier(group)  # shared memory is known to be there after its first use
+    for name in ("reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, None)
+    if rank in last:
+        for _ in range(3):
+            for given in ({"dst": size - 1}, {"group_dst": 1}):
+                x = torch.full((3,), rank)
+                mpicoll.torch.reduce(x, group=group, **given)  # type: ignore[arg-type]
+                assert x.tolist() == [sum(last) if rank == size - 1 else rank] * 3
+            for given in ({"src": size - 1}, {"group_src": 1}):
+                x = torch.full((3,), rank)
+                mpicoll.torch.broadcast(x, group=group, **given)  # type: ignore[arg-type]
+                assert x.tolist() == [size - 1] * 3
+    monkeypatch.undo()
+    if rank in last:
+        for invalid in ({"dst": size}, {}, {"dst": rank, "group_dst": 0}):
+            with pytest.raises(ValueError, match="rank"):
+                mpicoll.torch.reduce(torch.ones(1), group=group, **invalid)  # type: ignore[arg-type]
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.extension
@@ -270,6 +302,7 @@ def test_groups_of_one_rank() -> None:
     assert fast_path.all_gather_single(out, x)
     assert fast_path.all_to_all_single(x, 2 * out)
     assert fast_path.broadcast(x, 0)
+    assert fast_path.reduce(x, ReduceOp.SUM, 0)
     assert fast_path.barrier()
     assert (x.tolist(), out.tolist()) == ([2.0] * 4, [1.0] * 4)
     dist.destroy_process_group(alone)

@@ -149,7 +149,7 @@ def test_a_file_system_that_does_not_respond(monkeypatch: pytest.MonkeyPatch, la
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(startup, "_CLAIM_TIMEOUT", 0.05)
     monkeypatch.setattr(claim, "claim", lambda environ: 1 if responds.wait(20) else None)
-    startup.reject_child_processes()
+    startup.reject_child_processes(without_mpi=False)
     responds.set()
 
 

@@ -220,13 +220,13 @@ def test_a_launcher_that_fails(pretend: Callable[..., None], cache: Path) -> Non
 
 
 def test_a_trial_that_hangs(pretend: Callable[..., None], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_awareness, "_SECONDS", 0.5)
+    monkeypatch.setattr(cuda_awareness, "_SECONDS", 1.5)
     pretend(says(step="Bcast of 8 bytes"), "exec sleep 1000")
     begin = time.monotonic()
     found = find_cuda_support(PROGRAM)
     assert time.monotonic() - begin < 60
     assert of(found) == [False] * 3
-    assert found.evidence["move"] == "no end within 0.5 s, in Bcast of 8 bytes: no output"
+    assert found.evidence["move"] == "no end within 1.5 s, in Bcast of 8 bytes: no output"
     assert cache.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -69,6 +70,16 @@ def copy(device: DeviceStreams, target: Array, source: Any) -> None:
         _across(device, target, source, lines, to, of)
 
 
+def bind_copy(device: DeviceStreams, target: DeviceArray, source: DeviceArray) -> Callable[[], None]:
+    """Bind a copy; see :meth:`mpicoll.buffers.device.Device.bind_copy`."""
+    to, of, nbytes = target.address, source.address, target.nbytes
+
+    def run(kept: tuple[DeviceArray, DeviceArray] = (target, source)) -> None:
+        runtime.memcpyAsync(to, of, nbytes, runtime.memcpyDefault, device.submit().ptr)
+
+    return run
+
+
 def _up(device: DeviceStreams, target: Array, source: Array, lines: _Lines, to: int, of: int) -> None:
     if _transfer(device, lines, to, of):
         device.thread_stream().kept.append(source)
@@ -108,21 +119,21 @@ def _across(device: DeviceStreams, target: Array, source: Array, lines: _Lines, 
             _view(device, array, address, shape, (*(line[side] for line in lines[:-1]), word), dtype)
             for side, array, address in ((1, target, to), (2, source, of))
         )
+        device.submit()
         cupy.copyto(into, out_of)
 
 
 def _transfer(device: DeviceStreams, lines: _Lines, to: int, of: int) -> bool:
     """Copy by a transfer of CUDA. Return False if the layout does not allow that, or rows are too short."""
-    stream = device.thread_stream().stream.ptr
     width, _, _ = lines[-1]
     # Which of them the device's is CUDA knows best: arrays of the device may be managed, or the host's.
     if len(lines) == 1:
-        runtime.memcpyAsync(to, of, width, runtime.memcpyDefault, stream)
+        runtime.memcpyAsync(to, of, width, runtime.memcpyDefault, device.submit().ptr)
         return True
     rows, step_to, step_of = lines[-2]
     if len(lines) > 2 or width < _ROW or min(step_to, step_of) < width or max(step_to, step_of) > _PITCH:
         return False
-    runtime.memcpy2DAsync(to, step_to, of, step_of, width, rows, runtime.memcpyDefault, stream)
+    runtime.memcpy2DAsync(to, step_to, of, step_of, width, rows, runtime.memcpyDefault, device.submit().ptr)
     return True
 
 
@@ -141,7 +152,8 @@ def clone(device: DeviceStreams, array: Array) -> DeviceArray:
 
 
 def wrap(device: DeviceStreams, array: Array) -> Any:
-    """Return a cupy array on memory of this device, which it keeps alive."""
+    """Return a cupy array on memory of this device, which it keeps alive, for work that the caller submits next."""
+    device.submit()
     if not array.size:
         with CurrentDevice(device.index):
             return cupy.empty(array.shape, array.dtype)

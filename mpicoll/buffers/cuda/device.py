@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ class CudaDevice(DeviceStreams):
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        # The bus distinguishes the GPUs of a machine; cupy's UUID, which may be cut off, the parts of a divided GPU.
+        # The bus distinguishes the GPUs of a machine; the UUID the parts of a divided GPU. cupy's ends at its first
+        # zero byte, or runs on into the bytes behind its 16.
         properties = runtime.getDeviceProperties(index)
-        uuid = bytes(properties["uuid"]).hex()
+        uuid = bytes(properties["uuid"])[:16].hex()
         self.identity = f"{_machine()}/{cupy.cuda.Device(index).pci_bus_id}/{uuid}"
         self.model = bytes(properties["name"]).decode()
 
@@ -44,6 +45,14 @@ class CudaDevice(DeviceStreams):
 
     def fold(self, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str) -> None:
         folds.fold(self, op, parts, outs, dtype)
+
+    def bind_fold(
+        self, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str
+    ) -> Callable[[], None]:
+        return folds.bind_fold(self, op, parts, outs, dtype)
+
+    def bind_copy(self, target: DeviceArray, source: DeviceArray) -> Callable[[], None]:
+        return copies.bind_copy(self, target, source)
 
     def export(self, memory: DeviceArray) -> Export | None:
         return ipc_handles.export(self.index, self.identity, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,9 @@ from cupy.cuda import runtime
 
 _RELAXED = 2
 _BUFFER_ID = 7
+
+
+_thread = threading.local()
 
 
 class CurrentDevice:
@@ -27,8 +31,10 @@ class CurrentDevice:
 
     def __enter__(self) -> None:
         self._before = runtime.getDevice()
-        # Even if it is current: then the driver, too, knows it in this thread.
-        runtime.setDevice(self._index)
+        # Once even if it is current: then the driver, too, knows it in this thread.
+        if self._before != self._index or not hasattr(_thread, "knows_device"):
+            runtime.setDevice(self._index)
+            _thread.knows_device = True
 
     def __exit__(self, *error: object) -> None:
         if self._before != self._index and is_in_use(self._before):
@@ -75,13 +81,22 @@ def is_in_use(index: int) -> bool:
     return bool(active.value)
 
 
-def find_allocation(address: int) -> tuple[int, int, int]:
-    """Return where the allocation at `address` begins, its bytes, and its number, unique in this process. Raises
-    OSError if there is no such allocation. Its device has to be current."""
-    base, nbytes, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
-    driver = libcuda()
-    failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
-    failed = failed or driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, address)
+def find_number(address: int) -> int:
+    """Return the number of the allocation at `address`, which no other one of this process has, had or gets. Raises
+    OSError if there is no such allocation. This thread has to have used a device."""
+    number = ctypes.c_uint64()
+    _check(libcuda().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, address), address)
+    return number.value
+
+
+def find_bounds(address: int) -> tuple[int, int]:
+    """Return where the allocation at `address` begins, and its bytes. Raises OSError if there is no such allocation.
+    Its device has to be current."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    _check(libcuda().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address), address)
+    return base.value, nbytes.value
+
+
+def _check(failed: int, address: int) -> None:
     if failed:
         raise OSError(f"CUDA's error {failed} for the allocation at {address:#x}")
-    return base.value, nbytes.value, number.value

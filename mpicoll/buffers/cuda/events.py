@@ -45,20 +45,15 @@ def record_event(index: int, stream: int) -> StreamEvent:
     """Record an event on the stream of that address (a ``cudaStream_t``) on device `index`. Raises DeviceError if the
     stream is being captured."""
     with CurrentDevice(index):
-        if _is_capturing(stream):
+        if is_capturing(stream):
             raise DeviceError(capture_error(index))
         event = new_event()
         runtime.eventRecord(event.ptr, stream)
     return event
 
 
-def is_capturing(index: int, stream: int) -> bool:
-    """Return True if the stream is being captured into a CUDA graph."""
-    with CurrentDevice(index):
-        return _is_capturing(stream)
-
-
-def _is_capturing(stream: int) -> bool:
+def is_capturing(stream: int) -> bool:
+    """Return True if the stream, of the current device, is being captured into a CUDA graph."""
     try:
         return bool(runtime.streamIsCapturing(stream))
     except runtime.CUDARuntimeError as error:
@@ -73,7 +68,9 @@ def _is_capturing(stream: int) -> bool:
 
 def refuse_capture(operation: str, argument: str, index: int, stream: int) -> None:
     """Raise DeviceError if the stream is being captured."""
-    if is_capturing(index, stream):
+    with CurrentDevice(index):
+        capturing = is_capturing(stream)
+    if capturing:
         raise DeviceError(f"{operation}: {argument}: {capture_error(index)}")
 
 
@@ -86,5 +83,4 @@ def capture_error(index: int) -> str:
 
 def current_stream(index: int) -> int:
     """Return the address of cupy's current stream on device `index`."""
-    with CurrentDevice(index):
-        return int(cupy.cuda.get_current_stream().ptr)
+    return int(cupy.cuda.get_current_stream(index).ptr)

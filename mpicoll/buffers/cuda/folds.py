@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, reduce
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -23,6 +23,12 @@ _FOLDS = {ufunc.__name__: op for op, ufunc in UFUNCS.items()}
 
 _FLOAT32 = np.dtype(np.float32)
 
+_BLOCK = 128
+"""Threads of a block."""
+
+_MOST_BLOCKS = (1 << 31) - 1
+"""CUDA's limit; threads of more elements repeat."""
+
 
 def apply(device: DeviceStreams, ufunc: str, inputs: Sequence[Any], out: DeviceArray) -> None:
     """Call a ufunc; see :meth:`mpicoll.buffers.device.Device.apply`."""
@@ -32,7 +38,7 @@ def apply(device: DeviceStreams, ufunc: str, inputs: Sequence[Any], out: DeviceA
     if op is not None and kernels.known(op, dtype) and _alike(inputs, out):
         addresses = [one.ctypes.data for one in (*inputs, out)]
         if all(one == addresses[-1] or abs(one - addresses[-1]) >= out.nbytes for one in addresses):
-            _launch(device, op, dtype, inputs, [out], addresses)
+            _bind(device, op, dtype, inputs, [out])()
             return
     function = getattr(cupy, ufunc, None)
     if function is None:
@@ -62,56 +68,76 @@ def convert(device: DeviceStreams, source: Array, target: Array, dtype: str) -> 
     direct = isinstance(target, DeviceArray) and target.flags.c_contiguous and target.shape == source.shape
     made = target if direct and are_apart(target, whole) else device.empty(source.size, target.dtype)
     narrows = source.dtype == _FLOAT32
-    _launch(device, "sum", dtype, [whole], [made], wide_first=narrows, wide_last=not narrows)
+    _bind(device, "sum", dtype, [whole], [made], wide_first=narrows, wide_last=not narrows)()
     if made is not target:
         copy(device, target, made.reshape(source.shape))
 
 
 def fold(device: DeviceStreams, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str) -> None:
     """Combine `parts` into each of `outs`; see :meth:`mpicoll.buffers.device.Device.fold`."""
+    bind_fold(device, op, parts, outs, dtype)()
+
+
+def bind_fold(
+    device: DeviceStreams, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str
+) -> Callable[[], None]:
+    """Return a function that does what :func:`fold` does."""
     if not kernels.known(op, dtype):
         raise DTypeError(f"there is no kernel that combines arrays of {dtype} by {op!r}")
-    if not parts[0].size:
-        return
-    most = kernels.MOST_PARTS
-    if len(parts) <= most:
-        _launch(device, op, dtype, parts, outs)
-        return
-    # In several steps, with totals that are as wide as those in a kernel.
-    half = dtype in kernels.HALVES
+    if len(parts) > kernels.MOST_PARTS and parts[0].size:
+        return partial(_fold_in_steps, device, op, parts, outs, dtype)
+    return _bind(device, op, dtype, parts, outs)
+
+
+def _fold_in_steps(
+    device: DeviceStreams, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str
+) -> None:
+    """Combine more parts than a kernel takes, with totals that are as wide as those in a kernel."""
+    most, half = kernels.MOST_PARTS, dtype in kernels.HALVES
     partly = "sum" if op == "avg" else op
     total = device.empty(parts[0].size, _FLOAT32 if half else parts[0].dtype)
-    _launch(device, partly, dtype, parts[:most], [total], wide_last=half)
+    _bind(device, partly, dtype, parts[:most], [total], wide_last=half)()
     for begin in range(most, len(parts), most - 1):
         some = [total, *parts[begin : begin + most - 1]]
         if begin + most - 1 < len(parts):
-            _launch(device, partly, dtype, some, [total], wide_first=half, wide_last=half)
+            _bind(device, partly, dtype, some, [total], wide_first=half, wide_last=half)()
         else:
-            _launch(device, op, dtype, some, outs, wide_first=half, count=len(parts))
+            _bind(device, op, dtype, some, outs, wide_first=half, count=len(parts))()
 
 
-def _launch(
+def _bind(
     device: DeviceStreams,
     op: str,
     dtype: str,
     parts: Sequence[Array],
     outs: Sequence[Array],
-    addresses: list[int] | None = None,
     *,
     wide_first: bool = False,
     wide_last: bool = False,
     count: int = 0,
-) -> None:
-    addresses = addresses or [one.ctypes.data for one in (*parts, *outs)]
-    places = reduce(or_, addresses)
+) -> Callable[[], None]:
+    """Return a function that launches the kernel on these arrays, which it keeps alive."""
+    addresses = [one.ctypes.data for one in (*parts, *outs)]
+    size, places = parts[0].size, reduce(or_, addresses)
+    if not size:
+        return _do_nothing
     aligned = 4 if wide_first or wide_last else kernels.alignment(dtype)
     if places % aligned:
-        _launch_aligned(device, op, dtype, parts, outs, wide_first, wide_last, count)
-        return
+        return partial(_launch_aligned, device, op, dtype, parts, outs, wide_first, wide_last, count)
     width = kernels.width(dtype, places)
     kernel = _kernel(op, dtype, len(parts), len(outs), width, wide_first, wide_last)
-    size = parts[0].size
-    kernel(size, count or len(parts), *addresses, size=kernels.threads(dtype, size, width))
+    grid = (min(-(-kernels.threads(dtype, size, width) // _BLOCK), _MOST_BLOCKS),)
+    arguments = (size, count or len(parts), *addresses)
+
+    def launch(kept: tuple[Sequence[Array], ...] = (parts, outs)) -> None:
+        device.submit()
+        kernel(grid, (_BLOCK,), arguments)
+
+    return launch
+
+
+def _do_nothing() -> None:
+    """Launch nothing, for arrays without elements."""
 
 
 def _launch_aligned(
@@ -128,7 +154,7 @@ def _launch_aligned(
     process."""
     moved = [clone(device, one) for one in parts]
     made = [device.empty(one.size, one.dtype) for one in outs]
-    _launch(device, op, dtype, moved, made, wide_first=wide_first, wide_last=wide_last, count=count)
+    _bind(device, op, dtype, moved, made, wide_first=wide_first, wide_last=wide_last, count=count)()
     for scratch, out in zip(made, outs, strict=True):
         copy(device, out.reshape(-1), scratch)
 
@@ -147,5 +173,4 @@ def _alike(inputs: Sequence[Any], out: DeviceArray) -> bool:
 @lru_cache(maxsize=1024)
 def _kernel(op: str, dtype: str, parts: int, outs: int, width: int, wide_first: bool, wide_last: bool) -> Any:
     source = kernels.fold(op, dtype, parts, outs, width, wide_first=wide_first, wide_last=wide_last)
-    parameters = ", ".join(f"uint64 {name}" for name in source.parameters)
-    return cupy.ElementwiseKernel(parameters, "", source.operation, source.name, preamble=source.preamble)
+    return cupy.RawKernel(source.program, source.name)

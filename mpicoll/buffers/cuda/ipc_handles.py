@@ -11,7 +11,7 @@ from weakref import finalize
 import numpy as np
 from cupy.cuda import runtime
 
-from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture, find_allocation
+from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture, find_bounds, find_number
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.errors import DeviceError
 
@@ -32,14 +32,19 @@ def export(index: int, identity: str, memory: DeviceArray) -> Export | None:
     """Describe `memory` of device `index` for other processes; None if they can't open it."""
     if not memory.size:
         return None
-    address = memory.ctypes.data
+    address = memory.address
+    try:
+        return _describe(process_name(), index, identity, address, find_number(address))
+    except (OSError, runtime.CUDARuntimeError):
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _describe(process: str, index: int, identity: str, address: int, number: int) -> Export:
+    """Describe the memory at `address`, which lies in the allocation of that number."""
     with RelaxedCapture(), CurrentDevice(index):
-        try:
-            base, nbytes, number = find_allocation(address)
-            handle = _handle(index, base, number)
-        except (OSError, runtime.CUDARuntimeError):
-            return None
-    return Export(process_name(), identity, number, handle, base, nbytes, address - base)
+        base, nbytes = find_bounds(address)
+        return Export(process, identity, number, _handle(index, base, number), base, nbytes, address - base)
 
 
 def open_export(device: Device, index: int, export: Export) -> DeviceArray:

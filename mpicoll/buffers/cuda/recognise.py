@@ -12,7 +12,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.buffer import DEVICE_LIBRARIES, Buffer, DeviceKind
 from mpicoll.buffers.cuda.copies import wrap
 from mpicoll.buffers.cuda.device import CudaDevice, cuda_device
 from mpicoll.buffers.cuda.driver import CurrentDevice
@@ -26,6 +26,9 @@ _CUDA_MEMORY = (1, 2, 3)
 
 _LEGACY_STREAM = 1
 """The default stream, which waits for all streams that don't opt out of it."""
+
+_DLPACK_CUDA = 2
+"""DLPack's type of CUDA devices."""
 
 
 class CupyLibrary:
@@ -57,6 +60,24 @@ class CupyLibrary:
         index = _home(buffer).index
         return record_event(index, current_stream(index))
 
+    def find_place(self, x: Any) -> tuple[DeviceKind, int] | None:
+        memory = x.data
+        if not memory.ptr or not x.flags.c_contiguous:
+            return None
+        return (self, memory.device_id, x.dtype, x.shape), memory.ptr
+
+    def current_stream(self, index: int) -> int:
+        return current_stream(index)
+
+    def bind_empty(self, kind: DeviceKind) -> Callable[[], Any]:
+        _, index, dtype, shape = kind
+
+        def create() -> Any:
+            with CurrentDevice(index):
+                return cupy.empty(shape, dtype)
+
+        return create
+
 
 class InterfaceLibrary(CupyLibrary):
     """Other arrays with the CUDA array interface. Results are cupy's."""
@@ -64,13 +85,12 @@ class InterfaceLibrary(CupyLibrary):
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         if isinstance(buffer.user, cupy.ndarray):
             return super().record_event(buffer)
-        stream = _interface_stream(buffer.user)
-        return None if stream is None else record_event(_home(buffer).index, stream)
+        return record_event(_home(buffer).index, _interface_stream(buffer.user))
 
 
 @dataclass(frozen=True, slots=True)
 class DlpackLibrary(CupyLibrary):
-    """Arrays that only have DLPack. Results are made by their library's ``from_dlpack``; if it has none, they are
+    """Arrays that are taken by DLPack. Results are made by their library's ``from_dlpack``; if it has none, they are
     cupy's."""
 
     make: Callable[[Any], Any]
@@ -88,7 +108,7 @@ class DlpackLibrary(CupyLibrary):
         return CupyLibrary.record_event(self, buffer)
 
 
-_CUPY = CupyLibrary()
+_CUPY = DEVICE_LIBRARIES[cupy.ndarray] = CupyLibrary()
 _INTERFACE = InterfaceLibrary()
 
 
@@ -102,14 +122,12 @@ def _of_cupy(x: Any) -> DeviceArray:
     return view(cuda_device(x.data.device_id), x.data.ptr, x.shape, x.dtype, x.strides, owner=x)
 
 
-def _interface_stream(x: Any) -> int | None:
+def _interface_stream(x: Any) -> int:
     """Return the stream for which users of `x` have to wait."""
-    interface = x.__cuda_array_interface__
-    stream = interface.get("stream")
-    if stream is None and interface.get("version", 0) < 3:
-        # There was no word for it, so it may be any that the default stream waits for.
-        return _LEGACY_STREAM
-    return None if stream is None else int(stream)
+    stream = x.__cuda_array_interface__.get("stream")
+    # numba writes None for the legacy default stream, and before version 3 there was no word for a stream: it may be
+    # any that the default stream waits for.
+    return _LEGACY_STREAM if stream is None else int(stream)
 
 
 def recognise_cuda(operation: str, x: Any, argument: str = "x") -> Buffer:
@@ -122,9 +140,21 @@ def recognise_cuda(operation: str, x: Any, argument: str = "x") -> Buffer:
         index = x.data.device_id
         refuse_capture(operation, argument, index, current_stream(index))
         return Buffer(x, _of_cupy(x), _dtype(operation, argument, x.dtype), _CUPY)
-    if hasattr(x, "__cuda_array_interface__"):
-        return _recognise_by_interface(operation, x, argument)
-    return _by_dlpack(operation, x, argument)
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is None or (not _names_stream(interface) and _has_dlpack(x)):
+        return _by_dlpack(operation, x, argument, readonly=interface is not None and describe(x).readonly)
+    return _recognise_by_interface(operation, x, argument)
+
+
+def _names_stream(interface: Any) -> bool:
+    """Return True if a CUDA array interface names the stream of the work on the array."""
+    return interface.get("version", 0) >= 3 and interface.get("stream") is not None
+
+
+def _has_dlpack(x: Any) -> bool:
+    """Return True if `x` exports the memory of a CUDA device by DLPack. Its library then makes our stream wait for its
+    own, which need not be one that the default stream waits for: JAX's interface names no stream."""
+    return hasattr(x, "__dlpack__") and int(x.__dlpack_device__()[0]) == _DLPACK_CUDA
 
 
 def _recognise_by_interface(operation: str, x: Any, argument: str) -> Buffer:
@@ -138,16 +168,14 @@ def _recognise_by_interface(operation: str, x: Any, argument: str) -> Buffer:
                 f"{operation}: {argument} is a {type(x).__name__} at {memory.pointer:#x}, which is not CUDA memory"
             )
         index = place.device
-    stream = _interface_stream(x)
-    if stream is not None:
-        refuse_capture(operation, argument, index, stream)
+    refuse_capture(operation, argument, index, _interface_stream(x))
     array = view(
         cuda_device(index), memory.pointer, memory.shape, memory.dtype, memory.strides, x, writable=not memory.readonly
     )
     return Buffer(x, array, dtype, _INTERFACE)
 
 
-def _by_dlpack(operation: str, x: Any, argument: str) -> Buffer:
+def _by_dlpack(operation: str, x: Any, argument: str, *, readonly: bool = False) -> Buffer:
     _, index = x.__dlpack_device__()
     refuse_capture(operation, argument, index, current_stream(index))
     try:
@@ -161,7 +189,10 @@ def _by_dlpack(operation: str, x: Any, argument: str) -> Buffer:
     namespace = getattr(x, "__array_namespace__", None)
     module = sys.modules.get(type(x).__module__.partition(".")[0]) if namespace is None else namespace()
     library = DlpackLibrary(getattr(module, "from_dlpack", lambda result: result))
-    return Buffer(x, _of_cupy(array), _dtype(operation, argument, array.dtype), library)
+    memory = _of_cupy(array)
+    if readonly:
+        memory.flags.writeable = False
+    return Buffer(x, memory, _dtype(operation, argument, array.dtype), library)
 
 
 def _dtype(operation: str, argument: str, dtype: np.dtype[Any]) -> DType:

@@ -4,46 +4,105 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import finalize
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
-from mpicoll.buffers.cuda.events import RecordedEvent, new_event
+from mpicoll.buffers.cuda.events import RecordedEvent, is_capturing, new_event
 from mpicoll.buffers.cuda.pinned import PinnedPool
 from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, view
 from mpicoll.buffers.dtypes import Array
 
 
 class ThreadStream:
-    """A thread's stream on a device, an event to wait for it, and the host memory that its work uses."""
+    """A thread's stream on a device, an event to wait for it, and the host memory that its work uses.
 
-    __slots__ = ("__weakref__", "event", "kept", "stream")
+    The stream waits for events of callers (`after`) only when it gets work: while it has none, the host waits for these
+    events themselves, so that a collective whose ranks first wait for their data costs one round trip less.
+    """
+
+    __slots__ = ("__weakref__", "after", "event", "has_work", "kept", "stream")
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.event = new_event()
         self.kept: list[Array] = []
+        self.after: list[StreamEvent] = []
+        self.has_work = False
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the stream cupy's, on the device that is current."""
-        # Leaving cupy's own block would forget what the caller's thread uses without a block.
-        before = cupy.cuda.get_current_stream()
-        self.stream.use()
-        try:
-            yield
-        finally:
-            before.use()
+    def submit(self) -> Any:
+        """Return the stream for work that the caller submits next. It begins when the events are done."""
+        for one in self.after:
+            self.stream.wait_event(one)
+        self.after.clear()
+        self.has_work = True
+        return self.stream
 
     def synchronize(self) -> None:
-        self.event.record(self.stream)
-        self.event.synchronize()
+        """Wait for all work submitted, or if there is none for the events. Does nothing a second time."""
+        if self.has_work:
+            self.event.record(self.stream)
+            self.event.synchronize()
+            self.has_work = False
+        for one in self.after:
+            if not one.done:
+                one.synchronize()
+        self.after.clear()
         self.kept.clear()
+
+
+class CurrentStream:
+    """A block in which a stream is cupy's, on the device that is current."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        # Leaving cupy's own block would forget what the caller's thread uses without a block.
+        self._before = cupy.cuda.get_current_stream()
+        self._stream.use()
+
+    def __exit__(self, *error: object) -> None:
+        self._before.use()
+
+
+class _Working:
+    """A block for the work of a thread; see :meth:`mpicoll.buffers.device.Device.working`."""
+
+    __slots__ = ("_after", "_device", "_mode", "_stream", "_thread_stream")
+
+    def __init__(self, index: int, thread_stream: ThreadStream, after: Sequence[StreamEvent]) -> None:
+        self._mode = RelaxedCapture()
+        self._device = CurrentDevice(index)
+        self._stream = CurrentStream(thread_stream.stream)
+        self._thread_stream = thread_stream
+        self._after = after
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+        try:
+            self._device.__enter__()
+            self._stream.__enter__()
+        except BaseException:
+            self._mode.__exit__()
+            raise
+        self._thread_stream.after += self._after
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._thread_stream.synchronize()
+        finally:
+            self._stream.__exit__()
+            self._device.__exit__()
+            self._mode.__exit__()
 
 
 class DeviceStreams:
@@ -55,12 +114,17 @@ class DeviceStreams:
         self.name = f"{self.kind}:{index}"
         self._of_thread = threading.local()
         self._idle: deque[Any] = deque()
+        self._idle_events: deque[Any] = deque()
         self._pinned = PinnedPool()
 
     @property
     def stream(self) -> int:
-        """This thread's stream, as a ``cudaStream_t``."""
-        return int(self.thread_stream().stream.ptr)
+        """This thread's stream, as a ``cudaStream_t``, for work that the caller submits next."""
+        return int(self.submit().ptr)
+
+    def submit(self) -> Any:
+        """Return this thread's stream for work that the caller submits next."""
+        return self.thread_stream().submit()
 
     def thread_stream(self) -> ThreadStream:
         lane: ThreadStream | None = getattr(self._of_thread, "own", None)
@@ -77,7 +141,7 @@ class DeviceStreams:
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceArray:
         lane = self.thread_stream()
-        with CurrentDevice(self.index), lane.current():
+        with CurrentDevice(self.index), CurrentStream(lane.stream):
             memory = cupy.cuda.alloc(count * dtype.itemsize)
         return view(cast(Device, self), memory.ptr, (count,), dtype, owner=memory)
 
@@ -87,21 +151,27 @@ class DeviceStreams:
         with CurrentDevice(self.index):
             return self._pinned.take(nbytes)
 
-    @contextmanager
-    def working(self, after: Sequence[StreamEvent] = ()) -> Iterator[None]:
-        lane = self.thread_stream()
-        with RelaxedCapture(), CurrentDevice(self.index), lane.current():
-            for event in after:
-                lane.stream.wait_event(event)
-            try:
-                yield
-            finally:
-                lane.synchronize()
+    def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
+        return _Working(self.index, self.thread_stream(), after)
 
     def synchronize(self) -> None:
         self.thread_stream().synchronize()
 
+    def record_caller(self, stream: int) -> StreamEvent | None:
+        with CurrentDevice(self.index):
+            if is_capturing(stream):
+                return None
+            try:
+                event = self._idle_events.pop()
+            except IndexError:
+                event = new_event()
+            runtime.eventRecord(event.ptr, stream)
+        return event
+
+    def reuse_event(self, event: StreamEvent) -> None:
+        self._idle_events.append(event)
+
     def record_event(self) -> RecordedEvent:
         event = new_event()
-        event.record(self.thread_stream().stream)
+        event.record(self.submit())
         return RecordedEvent(event)

@@ -37,6 +37,7 @@ def check_cuda(probe: bool | None) -> Iterator[Finding]:
     yield Finding("CUDA", "versions", "ok", text)
     for device in devices:
         yield Finding("CUDA", f"cuda:{device['index']}", "ok", _describe_device(device))
+    yield check_kernels()
     yield check_ipc()
     yield check_nccl(found["done"], len(devices))
     yield from _check_cuda_support(probe)
@@ -92,6 +93,15 @@ def _probe_device(name: str) -> dict[str, Any]:
         late = f"no answer within {TIME_LIMIT:g} s"
         report["failed"] = late if ended.status is None else launcher.tail(ended.errors, 2)
     return report
+
+
+def check_kernels() -> Finding:
+    report = _probe_device("kernel")
+    if "done" in report:
+        return Finding("CUDA", "kernels", "ok", report["done"])
+    from mpicoll.engine.cuda_probes import KERNEL_REMEDY
+
+    return Finding("CUDA", "kernels", "problem", report.get("unable") or report["failed"], KERNEL_REMEDY)
 
 
 def check_ipc() -> Finding:

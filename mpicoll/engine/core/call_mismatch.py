@@ -67,6 +67,8 @@ def _add_arguments(fields: Description, prefix: str, call: Call) -> None:
         fields[f"{prefix}size"] = call.nbytes
     if call.op:
         fields[f"{prefix}op"] = call.op
+    if call.compression:
+        fields[f"{prefix}compression"] = call.compression
     if call.root is not None:
         fields[f"{prefix}root"] = call.root
     if call.arrivals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -10,12 +11,14 @@ from weakref import finalize
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.errors import CommunicatorError, RankError
+from mpicoll.errors import CommunicatorError, MismatchError, RankError
 from mpicoll.extension import set_communicator_type
 from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from mpicoll.engine.core.topology import CartesianTopology
 
 
 class Communicator:
@@ -126,6 +129,45 @@ class Communicator:
         part: Transport | None = core.queue.run(core.transport.split, Call("split"), color, key)
         return None if part is None else Communicator(core.derive(part, f"split({color})"))
 
+    def cart(self, dims: int | Sequence[int], periods: bool | Sequence[bool] = False) -> CartesianCommunicator | None:
+        """Create a communicator whose ranks form a grid, in the order of rank: the last coordinate changes fastest.
+        Collective over all ranks, which pass the same arguments. Return None on the ranks beyond the grid.
+
+        `dims` are the extents of the grid, of which each 0 is replaced as :func:`mpicoll.dims_create` does, or the
+        number of its dimensions. `periods` states for each dimension, or for all, if the last rank and the first one
+        are neighbours. Raises ArgumentError for invalid arguments, and for a grid that has more ranks than this
+        communicator.
+        """
+        from mpicoll.engine.core.topology import CartesianTopology, check_cart
+
+        core = self._core
+        core.check()
+        extents, periodic = check_cart("cart", self.size, dims, periods)
+        count = prod(extents)
+        name = f"cart({list(extents)}, periods={list(periodic)})"
+        color = 0 if self.rank < count else None
+        part: Transport | None = core.queue.run(core.transport.split, Call(name), color, self.rank)
+        if part is None:
+            return None
+        return CartesianCommunicator(core.derive(part, name, topology=CartesianTopology(extents, periodic, part.rank)))
+
+    def graph(self, sources: Sequence[int], destinations: Sequence[int]) -> GraphCommunicator:
+        """Create a communicator of the same ranks with the neighbours that each rank passes. Collective over all ranks.
+
+        This rank receives from `sources` and sends to `destinations`, which are ranks of this communicator; a rank may
+        occur several times, and may be this rank itself. Each edge must be passed by both of its ranks. Raises
+        RankError for a rank that is out of range, before any message; MismatchError on all ranks for an edge that one
+        of its ranks has not passed.
+        """
+        from mpicoll.engine.core.topology import Topology, check_neighbours
+
+        core = self._core
+        core.check()
+        given = check_neighbours("graph", "sources", sources, self.size)
+        targets = check_neighbours("graph", "destinations", destinations, self.size)
+        part: Transport = core.queue.run(_connect, Call("graph"), core.transport, given, targets)
+        return GraphCommunicator(core.derive(part, "graph", topology=Topology(given, targets, range(len(given)))))
+
     def node_comm(self) -> Communicator:
         """Create the communicator of the ranks on this rank's node, in the order of rank. Collective over all ranks."""
         comm = self.split(self.node)
@@ -149,8 +191,8 @@ class Communicator:
         part: Transport = core.queue.run_after_pending(lambda: core.transport.group(ranks), call, ranks)
         return Communicator(core.derive(part, name))
 
-    def duplicate(self, tag: int = 0) -> Communicator:
-        """Create another communicator of the same ranks. Collective over all ranks.
+    def duplicate(self, tag: int = 0) -> Self:
+        """Create another communicator of the same ranks and neighbours. Collective over all ranks.
 
         The call is not ordered with the collectives of this communicator. All ranks must create their duplicates of one
         `tag` (in [0, 32767]) in the same order; duplicates of different tags may be in progress concurrently.
@@ -159,7 +201,7 @@ class Communicator:
         core.check()
         call = Call(f"duplicate(tag={tag})", collective=False)
         transport: Transport = core.queue.run_unqueued(lambda: core.transport.duplicate(tag), call)
-        return Communicator(core.derive(transport, "duplicate"))
+        return type(self)(core.derive(transport, "duplicate", topology=core.topology))
 
     def shrink(self) -> Communicator:
         """Create a communicator of the surviving ranks, in the same order, after other ranks have died. Collective over
@@ -228,6 +270,112 @@ class Communicator:
         # Freeing is collective: after an error on this rank alone it would wait for ranks that never enter it.
         if kind is None:
             self.free()
+
+
+class CartesianCommunicator(Communicator):
+    """Communicator whose ranks form a grid, created by :meth:`Communicator.cart` and :meth:`sub`.
+
+    Example:
+        >>> def describe():
+        ...     grid = mpicoll.world().cart([2, 2], periods=[False, True])
+        ...     return grid.coords, grid.shift(0), grid.shift(1)
+        >>> mpicoll.run_local(describe, 4)[1]
+        ((0, 1), (mpicoll.PROC_NULL, 3), (0, 0))
+    """
+
+    @property
+    def _grid(self) -> CartesianTopology:
+        topology: Any = self._core.topology
+        return topology  # type: ignore[no-any-return]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The extents of the grid."""
+        return self._grid.dims
+
+    @property
+    def periods(self) -> tuple[bool, ...]:
+        """For each dimension True if its last rank and its first one are neighbours."""
+        return self._grid.periods
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        """The coordinates of this rank."""
+        return self._grid.coords
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of `rank`. Raises RankError if it is out of range."""
+        if not 0 <= rank < self.size:
+            raise RankError(f"coords_of: rank must be in [0, {self.size}), got {rank} on rank {self.rank}")
+        return self._grid.find_coords(rank)
+
+    def rank_of(self, coords: Sequence[int]) -> int:
+        """Return the rank at `coords`; PROC_NULL beyond a border. In a periodic dimension all integers are valid.
+        Raises ArgumentError unless there is one integer for each dimension."""
+        from mpicoll.engine.core.topology import check_coords
+
+        return self._grid.find_rank(check_coords("rank_of", coords, self.dims))
+
+    def shift(self, dimension: int, displacement: int = 1) -> tuple[int, int]:
+        """Return the ranks ``(source, dest)`` from which this rank receives and to which it sends if all ranks send by
+        `displacement` along a dimension; PROC_NULL for a rank beyond a border. Raises ArgumentError for a dimension
+        that does not exist."""
+        from mpicoll.engine.core.topology import check_shift
+
+        return self._grid.shift(*check_shift("shift", dimension, displacement, self.dims))
+
+    def sub(self, remain: bool | Sequence[bool]) -> CartesianCommunicator:
+        """Create a communicator for each part of the grid that has the dimensions for which `remain` is True, such as
+        each row. Collective over all ranks, which pass the same `remain`. Raises ArgumentError unless it is one bool
+        for each dimension."""
+        from mpicoll.engine.core.topology import CartesianTopology, check_flags
+
+        core, grid = self._core, self._grid
+        core.check()
+        kept = check_flags("sub", "remain", remain, len(grid.dims))
+        dims = [extent for extent, keep in zip(grid.dims, kept, strict=True) if keep]
+        periods = [periodic for periodic, keep in zip(grid.periods, kept, strict=True) if keep]
+        first = [0 if keep else at for at, keep in zip(grid.coords, kept, strict=True)]
+        name = f"sub({list(kept)})"
+        part: Transport = core.queue.run(core.transport.split, Call(name), grid.find_rank(first), self.rank)
+        return CartesianCommunicator(core.derive(part, name, topology=CartesianTopology(dims, periods, part.rank)))
+
+
+class GraphCommunicator(Communicator):
+    """Communicator with neighbours that each rank has passed, created by :meth:`Communicator.graph`.
+
+    Example:
+        >>> mpicoll.world().graph(sources=[0], destinations=[0]).sources  # on one rank
+        (0,)
+    """
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks from which this rank receives."""
+        assert self._core.topology is not None
+        return self._core.topology.sources
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        """The ranks to which this rank sends."""
+        assert self._core.topology is not None
+        return self._core.topology.destinations
+
+
+def _connect(transport: Transport, sources: Sequence[int], destinations: Sequence[int]) -> Transport:
+    """Return a transport of the same ranks. Raises MismatchError on all ranks if two of them disagree about an edge.
+    Collective."""
+    import json
+
+    from mpicoll.engine.core.topology import find_unmatched_edge
+
+    lists = [json.loads(text) for text in transport.allgather_text(json.dumps([sources, destinations]))]
+    unmatched = find_unmatched_edge(lists)
+    if unmatched is not None:
+        raise MismatchError(f"graph: {unmatched} (rank {transport.rank} of {transport.size})", (), ("neighbours",))
+    part = transport.split(0, transport.rank)
+    assert part is not None
+    return part
 
 
 set_communicator_type(Communicator)

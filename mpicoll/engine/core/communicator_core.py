@@ -26,6 +26,7 @@ from mpicoll.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Arena
+    from mpicoll.engine.core.topology import Topology
     from mpicoll.engine.selection.trials import Trials
 
 _TAGS = 1 << 15
@@ -41,6 +42,10 @@ class DeviceResources(Protocol):
 
     def free(self) -> None:
         """Release the resources. Not collective."""
+
+
+MAX_CACHED_CALLS = 1024
+"""Maximum number of cached calls per communicator."""
 
 
 class CommunicatorCore:
@@ -61,8 +66,10 @@ class CommunicatorCore:
         checks: Options,
         registry: Registry,
         tune: TuneMode = "off",
+        topology: Topology | None = None,
     ) -> None:
         self.transport = transport
+        self.topology = topology
         self.rank = transport.rank
         self.size = transport.size
         self.nodes = transport.nodes
@@ -273,6 +280,12 @@ class CommunicatorCore:
         if self._arena is not None:
             self._arena.segments.unregister(number)
 
+    def cache_call(self, key: tuple[Any, ...], call: Any) -> None:
+        """Keep what serves later calls with this `key`. Of more than MAX_CACHED_CALLS all earlier ones are dropped."""
+        if len(self.call_cache) >= MAX_CACHED_CALLS:
+            self.call_cache.clear()
+        self.call_cache[key] = call
+
     def discard_calls(self) -> None:
         """Prepare all calls again."""
         self.call_cache.clear()
@@ -283,7 +296,9 @@ class CommunicatorCore:
             self.has_user_segments = True
             self.discard_calls()
 
-    def derive(self, transport: Transport, name: str, *, world: bool = False) -> CommunicatorCore:
+    def derive(
+        self, transport: Transport, name: str, *, world: bool = False, topology: Topology | None = None
+    ) -> CommunicatorCore:
         """Return the communicator on a transport that was derived from this communicator's transport."""
         transport.timeout = self.timeout
         return CommunicatorCore(
@@ -295,6 +310,7 @@ class CommunicatorCore:
             checks=self.requested,
             registry=self.registry,
             tune=self.tune,
+            topology=topology,
         )
 
     def free_locally(self) -> None:

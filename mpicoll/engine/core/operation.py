@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import Device, StreamEvent, device_of
@@ -14,6 +14,15 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.selection.query import SelectionQuery
 
+if TYPE_CHECKING:
+    from mpicoll.engine.core.compression_memory import CompressionMemory
+
+
+class Prepare(Protocol):
+    """Function that checks a call on `x` and `out` and describes it."""
+
+    def __call__(self, *, x: Any, out: Any) -> Operation: ...
+
 
 class Operation:
     """Description of a collective call on this rank, which can be carried out any number of times.
@@ -23,7 +32,8 @@ class Operation:
     where the caller passed counts: `counts` are then the rows of all ranks' blocks. For alltoall these are the rows
     that are sent, and `arrivals` the rows that are received. `buffers` are all arrays of the caller that are accessed,
     `output` the one that is returned, None if the call has no result on this rank. `on` is the device on which the
-    buffers lie, if any; `after` holds the events that must complete before they may be accessed.
+    buffers lie, if any; `after` holds the events that must complete before they may be accessed. `compression` is that
+    of the messages between nodes, if the caller demands one.
     """
 
     __slots__ = (
@@ -35,6 +45,7 @@ class Operation:
         "block",
         "buffers",
         "comm",
+        "compression",
         "counts",
         "on",
         "output",
@@ -53,6 +64,7 @@ class Operation:
         buffers: tuple[Buffer | None, ...] = (),
         output: Buffer | None = None,
         on: Device | None = None,
+        compression: CompressionMemory | None = None,
     ) -> None:
         self.comm = comm
         self.query = query
@@ -66,7 +78,13 @@ class Operation:
         if on is None:
             on = device_of(*(part.array for one in buffers if one is not None for part in parts_of(one)))
         self.on = on
+        self.compression = compression
         self.after: tuple[StreamEvent, ...] = ()
+
+    @property
+    def compresses(self) -> bool:
+        """True if messages are compressed: the ranks are on several nodes, and the caller demands it."""
+        return self.compression is not None and self.comm.context.layout.nodes > 1
 
     def record_events(self) -> None:
         """Record the events of the buffers' streams. The caller's thread must call it before each run."""
@@ -91,4 +109,5 @@ class Operation:
             arrivals=self.arrivals,
             algorithm=algorithm,
             memory="" if self.on is None else self.on.kind,
+            compression="" if self.compression is None else self.compression.name,
         )

@@ -53,7 +53,7 @@ from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Collective, NativeCall
+    from mpicoll._shm import Collective, MessageCall, NativeCall
     from mpicoll.engine.core.arena import Arena
 
 _LATENESS = 0.8
@@ -154,7 +154,7 @@ class OperationQueue:
         x: Any,
         result: Any,
         make_result: Callable[[], Any] | None,
-        carrier: Collective | NativeCall,
+        carrier: Collective | NativeCall | MessageCall,
         call: Call,
         *,
         in_place: bool,

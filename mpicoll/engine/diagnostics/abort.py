@@ -11,7 +11,7 @@ from zlib import crc32
 
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
 from mpicoll.engine.diagnostics.process_exit import end_launcher, log_to_stderr, run_exit_hooks
-from mpicoll.engine.diagnostics.reporter import Reporter
+from mpicoll.engine.diagnostics.reporter import BRIEF_QUERY_TIMEOUT, Reporter
 from mpicoll.wording import rank_list
 
 TAKEOVER = 3.0
@@ -22,6 +22,9 @@ _LAUNCHER_TIMEOUT = 3.0
 
 _SAME_CAUSE = 0.25
 """Seconds in which ranks that end with the same error receive each other's announcements."""
+
+_LONG_WAIT = 10.0
+"""Seconds after which an operation is worth a report if the launcher or the batch system ends the job."""
 
 _FLUSH_TIMEOUT = 0.2
 """Seconds for the last messages to be sent."""
@@ -134,6 +137,17 @@ class JobAbort:
         self.notify("ends the job")
         self.abort_all(1)
         raise SystemExit  # reached in tests only
+
+    def report_long_waits(self, why: str, log: Callable[[str], None]) -> None:
+        """Report the states of all ranks by `log` and in a file if an operation has been waiting for ``_LONG_WAIT``.
+
+        In the little time that a launcher leaves, and not for a program that is ended while it works.
+        """
+        summary, write = self._reporter.examine(why, BRIEF_QUERY_TIMEOUT, _LONG_WAIT)
+        if summary:
+            log(summary)
+        if where := write():
+            log(where)
 
     def abort_all(self, status: int) -> None:
         """End all reachable ranks with `status`, and the launcher if it would wait for unreachable ones."""

@@ -44,7 +44,7 @@ class Call:
     were combined into one. `memory` is the kind of device on which the data lies, empty for the host. `collective`
     is False if not all ranks of the communicator take part. `takes` is not None for a wait that lasts until all of
     its `parts` have received: the ranks whose messages are received meanwhile; the name of such a wait describes it
-    completely.
+    completely. `compression` is that of messages between nodes, empty without one.
 
     `operation` is the kind of operation, independent of its name. `signature` is compared between the ranks before
     the operation starts: 0 until :meth:`sign` has computed it, COMPARED_BY_EXECUTOR where the executor compares it. It
@@ -57,6 +57,7 @@ class Call:
         "algorithm",
         "arrivals",
         "collective",
+        "compression",
         "counts",
         "dtype",
         "memory",
@@ -92,6 +93,7 @@ class Call:
         memory: str = "",
         collective: bool = True,
         takes: tuple[int, ...] | None = None,
+        compression: str = "",
     ) -> None:
         self.name = name
         self.nbytes = nbytes
@@ -108,6 +110,7 @@ class Call:
         self.memory = memory
         self.collective = collective
         self.takes = takes
+        self.compression = compression
         self.operation = name
         self.signature = 0
         self.summary: bytes | None = None
@@ -116,8 +119,8 @@ class Call:
     def sign(self) -> int:
         """Return a number of 32 bits, never 0, that is equal on all ranks if they make the same call.
 
-        Another operation, dtype, number of elements, op, root, algorithm or memory gives another number, with a
-        probability of nearly 1. Shapes with the same number of elements give the same number, and the rows that
+        Another operation, dtype, number of elements, op, root, algorithm, memory or compression gives another number,
+        with a probability of nearly 1. Shapes with the same number of elements give the same number, and the rows that
         only some ranks know (alltoall's counts) are not included.
         """
         size: tuple[Any, ...]
@@ -126,7 +129,9 @@ class Call:
         else:
             uneven = len(set(self.counts)) > 1
             size = (self.shape if self.nbytes is None else self.nbytes), self.counts if uneven else ()
-        asked = self.operation, self.dtype, size, self.op, self.root, self.algorithm, self.memory
+        # Without a compression the number is what it was before there were any.
+        op = f"{self.op}, {self.compression}" if self.compression else self.op
+        asked = self.operation, self.dtype, size, op, self.root, self.algorithm, self.memory
         signature = crc32(repr((asked, [one.sign() for one in self.parts])).encode()) or 1
         if not self.signature and not self.arrivals:
             self.signature = signature
@@ -155,6 +160,8 @@ class Call:
             words.append(f"{self.nbytes} bytes")
         if self.op:
             words.append(f"op={self.op}")
+        if self.compression:
+            words.append(f"compression={self.compression}")
         if self.root is not None:
             words.append(f"root={self.root}")
         if self.counts:

@@ -25,7 +25,8 @@ def pending_operations(known: Mapping[int, State]) -> tuple[list[State], list[St
     for rank, state in sorted(known.items()):
         for one in state.get("pending", []):
             if not one["number"]:
-                missing = [peer["peer"] for peer in messages_of(one["call"], one["key"]) if peer["peer"] is not None]
+                peers = [way["peer"] for way in messages_of(one["call"], one["key"])]
+                missing = list(dict.fromkeys(peer for peer in peers if peer is not None))
                 messages.append(_wait(one) | {"by": {rank: one}, "begun": [rank], "missing": missing})
                 continue
             wait = collectives.setdefault((one["key"], one["number"]), _wait(one) | {"by": {}})

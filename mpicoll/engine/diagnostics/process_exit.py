@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from mpicoll.errors import MpicollError
 from mpicoll.extension import cancel_sigterm_limit
-from mpicoll.proc_files import read_file
+from mpicoll.proc_files import read_file, read_link
 
 _PACKAGE = __file__.rpartition("engine/diagnostics/")[0]
 
@@ -30,6 +30,9 @@ _HOOK_TIMEOUT = 1.0
 
 _ATEXIT_TIMEOUT = 2.0
 """Seconds that the program's atexit handlers have together on a rank that has raised, before it ends the job."""
+
+_PIDFD_GETFD = 438
+"""The number of this system call, on all processors."""
 
 T = TypeVar("T")
 
@@ -197,6 +200,53 @@ def log_to_stderr(text: str, *, separate: bool = False) -> None:
             stream = sys.__stderr__
         stream.write(f"{chr(10) if separate else ''}mpicoll: {text}\n")
         stream.flush()
+
+
+def log_after_sigterm(text: str) -> None:
+    """Write `text` as a separate line to stderr, after the launcher may have sent SIGTERM to all ranks.
+
+    Open MPI 5's launcher reads no output of the ranks any more once it has received SIGTERM itself, and sends SIGKILL a
+    quarter of a second later. So the line is written to the stderr of the launcher if this process is on its host.
+    """
+    launcher = os.getppid()
+    if _is_read_by_prterun(launcher):
+        with suppress(OSError):  # it is closed, or a socket
+            descriptor = _open_stderr_of(launcher)
+            try:
+                os.write(descriptor, f"\nmpicoll: {text}\n".encode(errors="replace"))
+                return
+            finally:
+                os.close(descriptor)
+    log_to_stderr(text, separate=True)
+
+
+def _is_read_by_prterun(launcher: int) -> bool:
+    """Return True if the process `launcher` is Open MPI 5's launcher, and reads the stderr of this process."""
+    with suppress(OSError):
+        if read_file(f"/proc/{launcher}/comm").strip() == "prterun":
+            own = read_link("/proc/self/fd/2")
+            descriptors = os.listdir(f"/proc/{launcher}/fd")  # noqa: PTH208
+            return own.startswith("pipe:") and own in {_read_link(f"/proc/{launcher}/fd/{one}") for one in descriptors}
+    return False
+
+
+def _open_stderr_of(process: int) -> int:
+    """Return a descriptor of the stderr of `process`. Raises OSError."""
+    # A copy of its descriptor has the same position in a file, which the launcher goes on to write to. The kernel may
+    # permit it to root only.
+    pidfd = os.pidfd_open(process)
+    try:
+        copy = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
+    finally:
+        os.close(pidfd)
+    return copy if copy >= 0 else os.open(f"/proc/{process}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+
+
+def _read_link(path: str) -> str:
+    """Return what a symbolic link of the kernel refers to, "" if it is gone."""
+    with suppress(OSError):
+        return read_link(path)
+    return ""
 
 
 def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:

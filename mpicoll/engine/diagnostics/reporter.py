@@ -61,11 +61,12 @@ class Reporter:
                 self.last_served = time.monotonic()
                 request.served.set()
 
-    def examine(self, why: str, seconds: float = QUERY_TIMEOUT) -> tuple[str, Callable[[], str]]:
-        """Collect the states of all ranks and analyse them.
+    def examine(self, why: str, seconds: float = QUERY_TIMEOUT, min_wait: float = 0.0) -> tuple[str, Callable[[], str]]:
+        """Collect the states of all ranks and analyse them. The ranks have `seconds` to reply.
 
         Returns the summary, and a function that writes the report and returns its path as a sentence, or the
-        reason why there is none. It waits at most ``_WRITE_TIMEOUT`` seconds for the file system.
+        reason why there is none. It waits at most ``_WRITE_TIMEOUT`` seconds for the file system. Both are empty if no
+        operation has been waiting for `min_wait` seconds.
         """
         try:
             # Late, see `late_imports`.
@@ -76,6 +77,9 @@ class Reporter:
             from mpicoll.engine.diagnostics.deadlock import open_questions
 
             states = self._peers.collect_states(seconds, full=True)
+            pending = [one for state in states.values() for one in (state or {}).get("pending", [])]
+            if max((one["seconds"] for one in pending), default=0.0) < min_wait:
+                return "", str
             questions = open_questions({rank: one for rank, one in states.items() if one is not None})
             if questions and seconds > BRIEF_QUERY_TIMEOUT:
                 states = self._peers.collect_states(seconds, full=True, calls=questions)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.abort import TAKEOVER, JobAbort
 from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry
 from mpicoll.engine.diagnostics.local_waits import WaitKey, describe_wait, wait_key
 from mpicoll.engine.diagnostics.peers import Peers
-from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
+from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_after_sigterm
 from mpicoll.extension import cancel_sigterm_limit, limit_sigterm
 from mpicoll.proc_files import read_file
 from mpicoll.transport.control.events import Message, PeerExit
@@ -197,6 +197,7 @@ class SignalMonitor:
         self._abort = abort
         self._handle = handle
         self._interrupted: tuple[float, set[WaitKey]] | None = None
+        self._ended: set[int] = set()  # the other ranks that have received SIGTERM
 
     def check(self, waiting: list[Entry], now: float) -> None:
         """Handle the signals that have arrived. `waiting` are the operations in which this rank waits."""
@@ -204,12 +205,22 @@ class SignalMonitor:
             return
         with suppress(BlockingIOError):
             numbers = os.read(self._descriptor, 4096)
+            self.wake_network()
             ours = signal.getsignal(signal.SIGTERM) is handle_sigterm or has_received_sigterm()
             if signal.SIGTERM in numbers and ours:
                 self._terminate()
             if signal.SIGINT in numbers:
                 self._interrupted = now, self._waits_of_main_thread()
         self._abort_if_uninterruptible(waiting, now)
+
+    def wake_network(self) -> None:
+        """Have the control network return from its wait as soon as the next signal arrives."""
+        if self._descriptor is not None and self._peers.network is not None:
+            self._peers.network.wake_once(self._descriptor)
+
+    def record_sigterm(self, rank: int) -> None:
+        """Record that another rank has received SIGTERM, before or after this one."""
+        self._ended.add(rank)
 
     def _waits_of_main_thread(self) -> set[WaitKey]:
         """Return the operations in which the main thread waits: an interrupt concerns these."""
@@ -226,23 +237,31 @@ class SignalMonitor:
             )
         if network is not None and not self._deaths.suspicion:
             peers.send("sigterm")
-            deadline = time.monotonic() + _SIGTERM_SPREAD
-            while (left := deadline - time.monotonic()) > 0:
-                for event in network.poll(left):
-                    if isinstance(event, Message) and event.body.get("kind") == "sigterm":
-                        announced.setdefault(event.source, _ENDED_BY_SIGTERM)
-                    else:
-                        self._handle(event)
+            self._handle_events(_SIGTERM_SPREAD, lambda: len(self._ended) >= peers.size - 1)
+            for source in self._ended:
+                announced.setdefault(source, _ENDED_BY_SIGTERM)
         if self._deaths.suspicion:
             if peers.coordinator() == peers.rank:
-                log_to_stderr(self._deaths.suspicion, separate=True)
+                log_after_sigterm(self._deaths.suspicion)
         elif not announced:
             from mpicoll.engine.diagnostics import stacks  # late, see `late_imports`
 
             self._abort.announce(f"died of SIGTERM; the job is ended. Its stack:\n{stacks.traceback_of_main_thread()}")
-        elif set(announced.values()) == {_ENDED_BY_SIGTERM} and peers.rank < min(announced):
-            log_to_stderr(f"{rank_list([peers.rank, *announced])} of {peers.size} were ended by SIGTERM", separate=True)
+        elif set(announced.values()) == {_ENDED_BY_SIGTERM}:
+            if peers.rank < min(announced):
+                why = f"{rank_list([peers.rank, *announced])} of {peers.size} were ended by SIGTERM"
+                log_after_sigterm(why)
+                self._abort.report_long_waits(why, log_after_sigterm)
+            else:
+                self._handle_events(TAKEOVER, lambda: False)  # the queries of the lowest rank, which then ends the job
         self._abort.abort_all(128 + signal.SIGTERM)
+
+    def _handle_events(self, seconds: float, is_done: Callable[[], bool]) -> None:
+        """Handle events of the other ranks for `seconds` seconds, or until `is_done` returns True."""
+        network, deadline = self._peers.network, time.monotonic() + seconds
+        while network is not None and not is_done() and (left := deadline - time.monotonic()) > 0:
+            for event in network.poll(left):
+                self._handle(event)
 
     def _abort_if_uninterruptible(self, waiting: list[Entry], now: float) -> None:
         """End this rank if an operation outlasts an interrupt: Python can't interrupt a call that blocks inside MPI."""

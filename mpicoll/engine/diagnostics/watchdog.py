@@ -108,6 +108,7 @@ class Watchdog:
         if network.crash_fd is not None and not faulthandler.is_enabled():
             faulthandler.enable(file=network.crash_fd)
         peers.network = network
+        self._signals.wake_network()
         self._neighbour.observe(addresses)
         self._joined.set()
 
@@ -214,6 +215,8 @@ class Watchdog:
                 self.unsatisfiable.request_examination()
             case "mail":
                 self.mailbox.put(source, body["subject"], body["number"], body["text"])
+            case "sigterm":
+                self._signals.record_sigterm(source)
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 

@@ -8,19 +8,21 @@ DeviceArray turns the copies and reductions of schedules and of shared memory in
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 from mpicoll.buffers import ops
-from mpicoll.buffers.device import Device
+from mpicoll.buffers.device import Device, find_kernel_failure
 from mpicoll.buffers.ops import Reduction
 from mpicoll.engine import cuda_probes
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.executors import cuda_ipc, nccl, slots
+from mpicoll.engine.executors.bound_schedule import Exchanger
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
-from mpicoll.engine.executors.schedule import Exchanger
+from mpicoll.engine.executors.peer_memory import PeerMemory
 from mpicoll.engine.executors.staging import DirectExchanger, StagedExchanger, SynchronizedNative
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.errors import DeviceError, MpicollError
@@ -39,14 +41,14 @@ class DeviceContext:
         self._transport: Transport = comm.transport
         self._comm = ref(comm)  # which owns this object, and is dropped without a garbage collection
         self._size, self._runs_probe, self._spans_nodes = comm.size, comm.local_rank == 0, comm.num_nodes > 1
-        self._exchanged = False
+        self.has_exchanged = False
         # Reasons why a method is not available; methods are assumed to be available until the ranks have exchanged
         # their capabilities.
         self._ipc = comm.no_shm_reason
         self._nccl = "there is a single rank" if comm.size == 1 else None
         self._aware: frozenset[str] = frozenset(cuda_awareness.CLASSES)
         self._models: str | None = None
-        self._peers: cuda_ipc.PeerMemory | None = None
+        self._peers: PeerMemory | None = None
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
 
@@ -66,11 +68,12 @@ class DeviceContext:
 
     def exchange_capabilities(self) -> None:
         """Exchange the capabilities of the ranks. Collective at first use."""
-        if self._exchanged:
+        if self.has_exchanged:
             return
         device = self.device
         properties: dict[str, Any] = {"device": device.identity, "name": device.name, "model": device.model}
         failure: MpicollError | None = None
+        kernel_failure = properties["no kernel"] = find_kernel_failure(device)
         try:
             # The test takes seconds, and matters only where messages leave the node.
             verdict = cuda_awareness.find_cuda_support(
@@ -91,13 +94,7 @@ class DeviceContext:
             *(one["aware"] for one in properties_by_rank if "aware" in one)
         )
         if self._ipc is None:
-            comm = self._comm()
-            arena = None if comm is None else comm.arena()
-            if arena is None:
-                self._ipc = "shared memory is not available"
-            else:
-                self._peers = cuda_ipc.PeerMemory(self._transport, arena, self.device)
-                self._ipc = self._peers.check()
+            self._ipc = self._find_ipc_obstacle([one["no kernel"] for one in properties_by_rank])
         shared = max(Counter(one["device"] for one in properties_by_rank).values())
         self._models = " and ".join(sorted({one["model"] for one in properties_by_rank})) + f" shared by {shared}" * (
             shared > 1
@@ -109,7 +106,25 @@ class DeviceContext:
                 if other != rank:
                     self._nccl = f"ranks {other} and {rank} share a device, which NCCL refuses"
                     break
-        self._exchanged = True
+        self.has_exchanged = True
+        if kernel_failure is not None:
+            warnings.warn(
+                f"{kernel_failure}; collectives on the device go through the host, and what needs a kernel fails:"
+                f" {cuda_probes.KERNEL_REMEDY}; mpicoll doctor tries again",
+                stacklevel=2,
+            )
+
+    def _find_ipc_obstacle(self, kernel_failures: list[str | None]) -> str | None:
+        """Return the reason why the ranks can't work in each other's device memory; None if they can. Collective."""
+        for rank, failure in enumerate(kernel_failures):
+            if failure is not None:
+                return f"rank {rank} of {self._size}: {failure}"
+        comm = self._comm()
+        arena = None if comm is None else comm.arena()
+        if arena is None:
+            return "shared memory is not available"
+        self._peers = PeerMemory(self._transport, arena, self.device)
+        return self._peers.check()
 
     def make_exchanger(self) -> Exchanger:
         """Return the exchange of messages in device memory. The same kind on all ranks."""
@@ -120,13 +135,14 @@ class DeviceContext:
         """Return the MPI library's own collectives, each called after all work queued on the device is done."""
         return cast(Native, SynchronizedNative(native, self.device))
 
-    def bind_shared_memory(self, direct: bool) -> Callable[[Arena, CollectiveSpec], Program]:
+    def bind_shared_memory(self, *, direct: bool, repeated: bool = False) -> Callable[[Arena, CollectiveSpec], Program]:
         """Return the function that binds a collective on device memory to the arena: `direct` in the device memory of
-        the other ranks, otherwise through the host's shared memory."""
+        the other ranks, otherwise through the host's shared memory. `repeated` states that it will be carried out
+        often, on arrays without owners."""
         peers = self._peers
         if direct:
             assert peers is not None
-            return lambda arena, spec: cuda_ipc.bind(arena, peers, spec)
+            return lambda arena, spec: cuda_ipc.bind(arena, peers, spec, repeated=repeated)
 
         def bind(arena: Arena, spec: CollectiveSpec) -> Program:
             self._register_host_memory(arena)

@@ -7,49 +7,68 @@ it more often than necessary.
 Each phase is a separate operation, on the communicator of the node or on that of the lane (the ranks of equal local
 rank on all nodes), for which an algorithm is chosen as for any other operation. Reductions are carried out in the dtype
 of the reduction throughout, and rounded once.
+
+Large data is cut into pieces, each of which goes through all phases. While some pieces travel between the nodes, by
+schedules, the ranks of a node reduce or distribute others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import copy_context
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
-from mpicoll.engine.core.arrays import CollectiveArrays, displacements, even_displacements
+from mpicoll.engine.core.arrays import CollectiveArrays, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.position import Position
+from mpicoll.engine.executors.packed_blocks import PackedBlocks, cut
+from mpicoll.engine.executors.phased import BindPhase
+from mpicoll.engine.executors.schedule import ScheduledOperation
 from mpicoll.engine.selection.query import DeviceCapabilities, SelectionQuery
+from mpicoll.engine.selection.selector import Choice, choose, is_decided
+from mpicoll.named_tuple import NamedTuple
+from mpicoll.schedules import Algorithm
+from mpicoll.transport.waiting import poll
 
-_PhaseStep: TypeAlias = tuple[Callable[[], None], bool]
-"""Function to call, and True if other ranks wait for this rank in it."""
+PIECE = 512 * 1024
+"""Least bytes of a piece that a rank exchanges with the other nodes."""
+
+_MAX_PIECES = 16
+"""Most pieces of an operation. Larger operations have larger pieces."""
+
+_IN_FLIGHT = 3
+"""Pieces that travel between the nodes at a time, so that the links are busy between the rounds of one."""
+
+_LANE_ALGORITHMS = {
+    "allreduce": "ring",
+    "reduce": "chain",
+    "bcast": "chain",
+    "reduce_scatter": "pairwise",
+    "allgather": "ring",
+    "gather": "linear",
+    "scatter": "linear",
+    "alltoall": "pairwise",
+}
+"""Schedules of pieces between nodes, unless others are forced or tuned: no link carries more than it has to."""
 
 
-class HierarchicalCollective:
-    """Collective in phases; called in queue order, because communicators are created at first use. `bind` binds the
-    operation of a phase to its algorithm."""
-
-    def __init__(self, operation: Operation, bind: Callable[[Operation], Callable[[], None]]) -> None:
-        self._operation = operation
-        self._bind = bind
-        # Phases are chosen in the first run, on any thread, but all ranks must make the same choice.
-        self._context = copy_context()
-        self._phases: _Phases | None = None
-
-    def __call__(self) -> None:
-        if self._phases is None:
-            self._phases = self._context.run(_Phases, self._operation, self._bind)
-        self._phases.run()
+class _PhaseStep(NamedTuple):
+    run: Callable[[], None]
+    communicates: bool
+    """True if other ranks wait for this rank in it."""
+    where: str
+    is_lane: bool = False
+    """True if it exchanges data with the other nodes."""
 
 
-class _Phases:
-    """Operation as the steps of this rank."""
+class HierarchicalPhases:
+    """The phases of a collective, as the steps of this rank."""
 
-    def __init__(self, operation: Operation, bind: Callable[[Operation], Callable[[], None]]) -> None:
+    def __init__(self, operation: Operation, bind: BindPhase) -> None:
         comm, arrays = operation.comm, operation.arrays
         self.comm = comm
         self.arrays = arrays
@@ -60,9 +79,31 @@ class _Phases:
         self.root_node = comm.nodes[arrays.root]
         self.root_lane = self.ranks[self.root_node].index(arrays.root)
         self.failure: BaseException | None = None
-        self._steps: list[_PhaseStep] = []
+        self.pieces = 1
+        if operation.on is None and operation.query.elementwise:
+            self.pieces = max(1, min(_MAX_PIECES, (operation.query.nbytes or 0) // comm.local_size // PIECE))
+        # The steps of each piece; and the operations between nodes that have begun, in order.
+        self._parts: list[list[_PhaseStep]] = []
+        self._travelling: list[ScheduledOperation] = []
         self._at = 0
-        _PHASES[arrays.collective](self)
+        for piece in range(self.pieces):
+            self._parts.append([])
+            _PHASES[arrays.collective](self, piece)
+        self._steps = [_local(arrays.load), *self._interleave(), _local(arrays.store)]
+
+    def _interleave(self) -> Iterator[_PhaseStep]:
+        """Yield the steps of all pieces. Each begins to travel before an earlier one is waited for."""
+        if self.pieces == 1:
+            yield from self._parts[0]
+            return
+        lanes = [next(at for at, step in enumerate(part) if step.is_lane) for part in self._parts]
+        for now in range(self.pieces + _IN_FLIGHT):
+            if now < self.pieces:
+                yield from self._parts[now][: lanes[now] + 1]
+            if now >= _IN_FLIGHT:
+                step = self._parts[now - _IN_FLIGHT][lanes[now - _IN_FLIGHT]]
+                yield step._replace(run=self._await_first)
+                yield from self._parts[now - _IN_FLIGHT][lanes[now - _IN_FLIGHT] + 1 :]
 
     def run(self) -> None:
         """Carry out the steps. After a failure this rank still enters the steps with other ranks and fails in them, to
@@ -70,30 +111,34 @@ class _Phases:
         executing = self.comm.queue.executing
         outer, executing.executor = executing.executor, self
         try:
-            for number, (step, communicates) in enumerate(self._steps):
+            for number, step in enumerate(self._steps):
                 self._at = number
-                if self.failure is None or communicates:
+                if self.failure is None or step.communicates:
                     try:
-                        step()
+                        step.run()
                     except BaseException as error:  # noqa: BLE001  raised below
                         self.failure = self.failure or error
+                        while self._travelling:
+                            self._travelling.pop().discard()
         finally:
             executing.executor = outer
+            # None is left but after an exception of a signal handler between two steps.
+            while self._travelling:
+                self._travelling.pop().discard()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def position(self, members: Sequence[int]) -> Position:
         """Return the current phase and the position in it."""
-        communicating = [number for number, (_, communicates) in enumerate(self._steps) if communicates]
-        if self._at not in communicating:
-            return Position(f"between the {len(communicating)} phases")
-        phase = f"phase {communicating.index(self._at) + 1} of {len(communicating)}"
+        step = self._steps[self._at]
+        if not step.communicates:
+            return Position(step.where or "between the phases")
         for level in (self.node, self.lane):
             inner = level.queue.executing.position(level.members)
             if inner.where:
-                return inner._replace(where=f"{phase}: {inner.where}")
-        return Position(phase)
+                return inner._replace(where=f"{step.where}: {inner.where}")
+        return Position(step.where)
 
     def check(self) -> None:
         """Raise the earlier failure, if any."""
@@ -102,7 +147,7 @@ class _Phases:
 
     def add_local_step(self, step: Callable[[], None]) -> None:
         """Add a step of this rank alone."""
-        self._steps.append((step, False))
+        self._parts[-1].append(_local(step))
 
     def add_phase(
         self,
@@ -114,9 +159,9 @@ class _Phases:
         root: int = 0,
         spare: Array | None = None,
     ) -> None:
-        """Add a collective of `comm`. `counts` are the elements of the blocks, or of the vector alone. If `source` and
-        `target` overlap, one must be the other or its part for this rank. A reduction may write to its `source`, unless
-        `spare` memory is passed for that."""
+        """Add a collective of `comm` to the current piece. `counts` are the elements of the blocks, or of the vector
+        alone. If `source` and `target` overlap, one must be the other or its part for this rank. A reduction may write
+        to its `source`, unless `spare` memory is passed for that."""
         query = self._query
         reduction = self.arrays.reduction if collective in ("allreduce", "reduce", "reduce_scatter") else None
         kind = "float" if query.kind == "half" else query.kind
@@ -141,7 +186,51 @@ class _Phases:
         )
         if collective == "alltoall":
             arrays.arrivals = arrays.counts
-        self._steps.append((self._bind(Operation(comm, phase_query, None, arrays, on=device)), True))
+        part = self._parts[-1]
+        number = sum(step.communicates for step in part) + 1
+        where = f"phase {number} within the node" if comm is self.node else f"phase {number}, between the nodes"
+        if self.pieces > 1:
+            where = f"piece {len(self._parts)} of {self.pieces}, {where}"
+        operation = Operation(comm, phase_query, None, arrays, on=device)
+        if self.pieces > 1 and comm is self.lane:
+            lane = ScheduledOperation(operation, _choose_schedule(phase_query), comm.transport, streamed=True)
+            run: Callable[[], None] = partial(self._begin, lane)
+        else:
+            run = self._bind(operation)
+        part.append(_PhaseStep(run, True, where, comm is self.lane))
+
+    def _begin(self, operation: ScheduledOperation) -> None:
+        """Begin an operation between the nodes, and let earlier ones advance."""
+        self._travelling.append(operation)
+        operation.start()
+        self._advance()
+
+    def _advance(self) -> bool:
+        """Let the operations between the nodes advance. Return True if the oldest one has nothing to wait for."""
+        first, *_ = [operation.advance() for operation in self._travelling]
+        return first
+
+    def _await_first(self) -> None:
+        """Complete the oldest operation between the nodes, while the others advance."""
+        self.check()
+        operation = self._travelling[0]
+        with operation.published():
+            poll(self._advance, None, "phase between the nodes", nap=operation.find_nap())
+            operation.finish()
+        del self._travelling[0]
+
+
+def _local(step: Callable[[], None]) -> _PhaseStep:
+    return _PhaseStep(step, False, "")
+
+
+def _choose_schedule(query: SelectionQuery) -> Choice:
+    """Return the schedule for a piece between the nodes."""
+    if is_decided(query):
+        choice = choose(query, None)
+        if isinstance(choice.algorithm, Algorithm):
+            return choice
+    return choose(query, _LANE_ALGORITHMS[query.collective])
 
 
 @lru_cache(maxsize=64)
@@ -152,43 +241,16 @@ def _ranks_by_node(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks))
 
 
-class _PackedBlocks:
-    """Blocks of all ranks, grouped by lane, in the order of nodes."""
-
-    def __init__(self, phases: _Phases, counts: Sequence[int]) -> None:
-        ranks, nodes = phases.ranks, len(phases.ranks)
-        order = [node[local] for local in range(len(ranks[0])) for node in ranks]
-        offsets = displacements(counts)
-        ends = displacements(counts[rank] for rank in order)
-        self._unpacked = [slice(offsets[rank], offsets[rank + 1]) for rank in order]
-        self._packed = [slice(*extent) for extent in pairwise(ends)]
-        # With ranks placed round-robin on the nodes, the blocks are in this order already.
-        self._in_order = order == sorted(order)
-        self.starts = ends[::nodes]
-        self.lanes = [stop - start for start, stop in pairwise(self.starts)]
-        self.lane = [counts[node[phases.comm.local_rank]] for node in ranks]
-        self._own = slice(*self.starts[phases.comm.local_rank : phases.comm.local_rank + 2])
-
-    def memory(self, blocks: Array) -> Array:
-        """Return memory for the packed blocks: `blocks` itself if the order of ranks is the packed order."""
-        return blocks if self._in_order else empty_beside(blocks, blocks.size)
-
-    def own(self, packed: Array) -> Array:
-        """Return the blocks of this rank's lane."""
-        return packed[self._own]
-
-    def pack(self, blocks: Array, packed: Array) -> None:
-        if packed is not blocks:
-            for place, at in zip(self._unpacked, self._packed, strict=True):
-                packed[at] = blocks[place]
-
-    def unpack(self, packed: Array, blocks: Array) -> None:
-        if packed is not blocks:
-            for place, at in zip(self._unpacked, self._packed, strict=True):
-                blocks[place] = packed[at]
+def _get_piece(phases: HierarchicalPhases, piece: int, array: Any) -> Any:
+    """Return a piece of a vector, which is None where a rank has none."""
+    return None if array is None else array[cut(slice(0, array.size), phases.pieces)[piece]]
 
 
-def _get_shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
+def _pack_blocks(phases: HierarchicalPhases, piece: int) -> PackedBlocks:
+    return PackedBlocks(phases.ranks, phases.comm.rank, phases.arrays.counts, phases.pieces, piece)
+
+
+def _get_shares(phases: HierarchicalPhases, array: Array) -> tuple[list[int], Array]:
     """Return the elements of each local rank's share of a vector, and this rank's own share."""
     offsets = even_displacements(array.size, phases.comm.local_size)
     local = phases.comm.local_rank
@@ -196,35 +258,30 @@ def _get_shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
     return counts, array[offsets[local] : offsets[local + 1]]
 
 
-def _get_arrays(phases: _Phases) -> tuple[Any, Any]:
-    """Return the input and the output of a collective that moves data: their types can't express on which rank they
-    are None."""
+def _get_arrays(phases: HierarchicalPhases) -> tuple[Any, Any]:
+    """Return the input and the output of a collective that moves data; their types don't say which ranks have none."""
     return phases.arrays.source, phases.arrays.target
 
 
-def _load_operand(phases: _Phases) -> tuple[Array, Array]:
-    """Add a step that converts this rank's operand to the dtype of the reduction. Return the array that holds the
-    converted operand, which may be the caller's own memory, and the memory for the vector, which may be the same array.
-    """
+def _get_operand(phases: HierarchicalPhases) -> tuple[Array, Array]:
+    """Return this rank's operand in the dtype of the reduction, and the memory for the result, perhaps the same."""
     source, spare = phases.arrays.source, phases.arrays.spare
     assert source is not None
     assert spare is not None
-    phases.add_local_step(phases.arrays.load)
     return source, spare
 
 
-def _allreduce(phases: _Phases) -> None:
+def _allreduce(phases: HierarchicalPhases, piece: int) -> None:
     """Add the phases: reduce_scatter and allgather in the node. Between nodes, each rank handles n/L of n bytes."""
-    source, array = _load_operand(phases)
+    source, array = (_get_piece(phases, piece, one) for one in _get_operand(phases))
     counts, own = _get_shares(phases, array)
     phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
     phases.add_phase(phases.lane, "allreduce", own, own, [own.size])
     phases.add_phase(phases.node, "allgather", own, array, counts)
-    phases.add_local_step(phases.arrays.store)
 
 
-def _reduce(phases: _Phases) -> None:
-    source, array = _load_operand(phases)
+def _reduce(phases: HierarchicalPhases, piece: int) -> None:
+    source, array = (_get_piece(phases, piece, one) for one in _get_operand(phases))
     counts, own = _get_shares(phases, array)
     on_root_node = phases.comm.node == phases.root_node
     phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
@@ -232,94 +289,84 @@ def _reduce(phases: _Phases) -> None:
     if on_root_node:
         whole = array if phases.comm.local_rank == phases.root_lane else None
         phases.add_phase(phases.node, "gather", own, whole, counts, phases.root_lane)
-    phases.add_local_step(phases.arrays.store)
 
 
-def _bcast(phases: _Phases) -> None:
-    source, array = _get_arrays(phases)
+def _bcast(phases: HierarchicalPhases, piece: int) -> None:
+    source, array = (_get_piece(phases, piece, one) for one in _get_arrays(phases))
     counts, own = _get_shares(phases, array)
     on_root_node = phases.comm.node == phases.root_node
-    phases.add_local_step(phases.arrays.load)
     if on_root_node:
         phases.add_phase(phases.node, "scatter", source, own, counts, phases.root_lane)
     phases.add_phase(phases.lane, "bcast", own if on_root_node else None, own, [own.size], phases.root_node)
     phases.add_phase(phases.node, "allgather", own, array, counts)
-    phases.add_local_step(phases.arrays.store)
 
 
-def _reduce_scatter(phases: _Phases) -> None:
+def _reduce_scatter(phases: HierarchicalPhases, piece: int) -> None:
     """In the node, each rank reduces what its lane is to get."""
-    source, array = _load_operand(phases)
-    blocks = _PackedBlocks(phases, phases.arrays.counts)
+    source, array = _get_operand(phases)
+    blocks = _pack_blocks(phases, piece)
     packed, spare = blocks.memory(source), blocks.memory(array)
     lane_blocks = blocks.own(spare)
+    target = phases.arrays.target
+    assert target is not None
     phases.add_local_step(lambda: blocks.pack(source, packed))
     phases.add_phase(phases.node, "reduce_scatter", packed, lane_blocks, blocks.lanes, spare=spare)
-    phases.add_phase(phases.lane, "reduce_scatter", lane_blocks, phases.arrays.target, blocks.lane)
-    phases.add_local_step(phases.arrays.store)
+    phases.add_phase(phases.lane, "reduce_scatter", lane_blocks, target[blocks.block], blocks.lane)
 
 
-def _allgather(phases: _Phases) -> None:
+def _allgather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
-    blocks = _PackedBlocks(phases, phases.arrays.counts)
+    blocks = _pack_blocks(phases, piece)
     packed = blocks.memory(target)
     lane_blocks = blocks.own(packed)
-    phases.add_local_step(phases.arrays.load)
-    phases.add_phase(phases.lane, "allgather", source, lane_blocks, blocks.lane)
+    phases.add_phase(phases.lane, "allgather", source[blocks.block], lane_blocks, blocks.lane)
     phases.add_phase(phases.node, "allgather", lane_blocks, packed, blocks.lanes)
     phases.add_local_step(lambda: blocks.unpack(packed, target))
-    phases.add_local_step(phases.arrays.store)
 
 
-def _gather(phases: _Phases) -> None:
+def _gather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
-    blocks = _PackedBlocks(phases, phases.arrays.counts)
+    blocks = _pack_blocks(phases, piece)
     packed = None if target is None else blocks.memory(target)
     lane_blocks = None
     if phases.comm.node == phases.root_node:
         lane_blocks = empty_beside(source, sum(blocks.lane)) if packed is None else blocks.own(packed)
-    phases.add_local_step(phases.arrays.load)
-    phases.add_phase(phases.lane, "gather", source, lane_blocks, blocks.lane, phases.root_node)
+    phases.add_phase(phases.lane, "gather", source[blocks.block], lane_blocks, blocks.lane, phases.root_node)
     if lane_blocks is not None:
         phases.add_phase(phases.node, "gather", lane_blocks, packed, blocks.lanes, phases.root_lane)
     if packed is not None:
         phases.add_local_step(lambda: blocks.unpack(packed, target))
-    phases.add_local_step(phases.arrays.store)
 
 
-def _scatter(phases: _Phases) -> None:
+def _scatter(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
-    blocks = _PackedBlocks(phases, phases.arrays.counts)
+    blocks = _pack_blocks(phases, piece)
     packed = None if source is None else blocks.memory(source)
     lane_blocks = None
-    phases.add_local_step(phases.arrays.load)
     if packed is not None:
         phases.add_local_step(lambda: blocks.pack(source, packed))
     if phases.comm.node == phases.root_node:
         # Apart at the root too: `packed` may be the caller's input.
         lane_blocks = empty_beside(target, sum(blocks.lane))
         phases.add_phase(phases.node, "scatter", packed, lane_blocks, blocks.lanes, phases.root_lane)
-    phases.add_phase(phases.lane, "scatter", lane_blocks, target, blocks.lane, phases.root_node)
-    phases.add_local_step(phases.arrays.store)
+    phases.add_phase(phases.lane, "scatter", lane_blocks, target[blocks.block], blocks.lane, phases.root_node)
 
 
-def _alltoall(phases: _Phases) -> None:
+def _alltoall(phases: HierarchicalPhases, piece: int) -> None:
     """In the node, each rank gets what is for its lane: so as many bytes leave the node, in fewer messages."""
     source, target = _get_arrays(phases)
-    blocks = _PackedBlocks(phases, phases.arrays.counts)
-    nodes, local, each = len(phases.ranks), phases.comm.local_size, phases.arrays.counts[0]
+    blocks = _pack_blocks(phases, piece)
+    nodes, local, each = len(phases.ranks), phases.comm.local_size, blocks.lane[0]
     packed = blocks.memory(source)
     # As [rank of the node that it comes from, node that it goes to], and the other way round; then [node that it
     # comes from, rank of that node].
-    by_rank, by_node, arrived = (empty_beside(source, source.size) for _ in range(3))
-    phases.add_local_step(phases.arrays.load)
+    by_rank, by_node, arrived = (empty_beside(source, packed.size) for _ in range(3))
     phases.add_local_step(lambda: blocks.pack(source, packed))
     phases.add_phase(phases.node, "alltoall", packed, by_rank, [nodes * each] * local)
     phases.add_local_step(lambda: _transpose(by_rank, by_node, local, nodes))
     phases.add_phase(phases.lane, "alltoall", by_node, arrived, [local * each] * nodes)
     phases.add_local_step(lambda: _transpose(arrived, by_rank, nodes, local))
     phases.add_local_step(lambda: blocks.unpack(by_rank, target))
-    phases.add_local_step(phases.arrays.store)
 
 
 def _transpose(source: Array, target: Array, rows: int, columns: int) -> None:
@@ -328,7 +375,7 @@ def _transpose(source: Array, target: Array, rows: int, columns: int) -> None:
     target.reshape(columns, rows, *shape)[...] = source.reshape(rows, columns, *shape).swapaxes(0, 1)
 
 
-_PHASES: dict[str, Callable[[_Phases], None]] = {
+_PHASES: dict[str, Callable[[HierarchicalPhases, int], None]] = {
     "allreduce": _allreduce,
     "reduce": _reduce,
     "bcast": _bcast,

@@ -85,7 +85,16 @@ class HierarchicalAlgorithm:
         return hash(HierarchicalAlgorithm)
 
 
-AnyAlgorithm: TypeAlias = "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm | None"
+class CompressedAlgorithm(NamedTuple):
+    """All-reduce with messages that are compressed by the method `compression` (see
+    :mod:`mpicoll.engine.executors.compressed`). It is not selected, but follows from an argument of the call."""
+
+    compression: str
+
+
+AnyAlgorithm: TypeAlias = (
+    "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm | CompressedAlgorithm | None"
+)
 """None is the MPI library's own."""
 
 

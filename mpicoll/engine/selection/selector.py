@@ -19,6 +19,7 @@ from mpicoll.engine.selection.catalogue import (
     NCCL,
     SHARED_MEMORY,
     AnyAlgorithm,
+    CompressedAlgorithm,
     DeviceAlgorithm,
     HierarchicalAlgorithm,
     SharedMemoryAlgorithm,
@@ -256,6 +257,8 @@ def _find_unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> 
         return _unsupported_by_device(query, algorithm.name)
     if isinstance(algorithm, HierarchicalAlgorithm):
         return _unsupported_by_hierarchy(query)
+    if isinstance(algorithm, CompressedAlgorithm):
+        return "messages are compressed only where the argument compression demands it"
     if not query.commutative and not algorithm.keeps_order(query.root):
         return "the operation does not commute, and this algorithm changes the order of ranks"
     if not query.elementwise and algorithm.schedule(0, query.context.layout.ranks, query.root).chunks > 1:

@@ -88,6 +88,10 @@ class Connection:
             self.leave(2 + dead[0] if dead else 1)
             raise server_death(self._job, dead or self._job.servers, error) from error
 
+    def check_servers(self) -> None:
+        """Raise RankFailed or CommunicationError if a server has reported its failure, after which this worker ends."""
+        self.guard(self._check_notices)
+
     def _check_notices(self) -> None:
         for pending, memory in zip(self._noticed, self._notices, strict=True):
             if pending.test() is not None:

@@ -104,7 +104,10 @@ class Transfers:
         self._links = links
         # Other transports move messages that have been started by themselves.
         self._background = all(link.transport.background and link.transport.native is not None for link in links)
+        # Held during calls of MPI.
         self._lock = threading.Lock()
+        # Held for moments only, so that backward does not wait for MPI. Taken after the other one.
+        self._queues_lock = threading.Lock()
         self._left: deque[Pending] = deque()
         self._queues: list[deque[QueuedSend]] = [deque() for _ in links]
         self._paces = [Pace(enabled=self._background) for _ in links]
@@ -119,9 +122,11 @@ class Transfers:
     def send_in_turn(self, server: int, data: Array, tag: int) -> QueuedSend:
         """Send `data` when what was passed to this method before has been sent."""
         send = QueuedSend(self._links[server], data, tag)
-        with self._lock:
+        with self._queues_lock:
             self._queues[server].append(send)
-            self._start_sends()
+        if not self._background:
+            with self._lock:
+                self._start_sends()
         self._watch()
         return send
 
@@ -145,7 +150,7 @@ class Transfers:
         self._watch()
 
     def _watch(self) -> None:
-        with self._lock:
+        with self._queues_lock:
             start = self._background and not self._watched
             self._watched = self._watched or start
         if start:
@@ -156,7 +161,8 @@ class Transfers:
         for queue, pace in zip(self._queues, self._paces, strict=True):
             for send in list(queue)[:IN_FLIGHT]:
                 if send.has_started and _has_ended(send):
-                    queue.remove(send)
+                    with self._queues_lock:
+                        queue.remove(send)
                     pace.end(send.begin, send.nbytes)
             for send in list(queue)[:IN_FLIGHT]:
                 if not send.has_started and pace.may_start():
@@ -170,10 +176,11 @@ class Transfers:
                 pending = self._left.popleft()
                 if not _has_ended(pending):
                     self._left.append(pending)
-            if self._left or any(self._queues):
-                return False
-            self._watched = False
-            return True
+            with self._queues_lock:
+                if self._left or any(self._queues):
+                    return False
+                self._watched = False
+                return True
 
 
 def _has_ended(pending: Pending | QueuedSend) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -178,6 +178,7 @@ class Worker:
         if self._in_step:
             return
         self._in_step = True
+        self._connection.check_servers()
         # Weights that the program has not pulled are those before this step.
         self._drop_early_pull()
         if self._pull is not None:
@@ -192,7 +193,7 @@ class Worker:
         """Send the gradient of a dense bucket."""
         self._begin_step()
         memory, last = self._memory[key], self._sends.get(key)
-        if last is not None:
+        if last is not None and self._connection.guard(last.test) is None:
             self._connection.wait("push_gradients", lambda: last.test() is not None, lambda: [key[0]])
 
         def store(part: Any, data: Array) -> None:
@@ -330,24 +331,29 @@ class Worker:
         return found
 
     def _finish_pull(self, pull: Pull) -> None:
-        """Wait for `pull`, and write the weights into its model."""
-        self._receive(pull)
-        for key in self._keys:
-            memory = pull.memory[key]
-            if key in pull.rows:
-                rows = pull.rows[key]
-                pull.model.write_rows(self._bucket(key).parts[0].tensor, rows, memory)
-            else:
-                self._each_part(key, memory, pull.model.write_weights)
+        """Write the weights of `pull` into its model, each bucket while the next ones arrive."""
+        for key in pull.memory.keys() - pull.pending.keys():
+            self._write_bucket(pull, key)
+        self._receive(pull, partial(self._write_bucket, pull))
         self._pull = None
 
-    def _receive(self, pull: Pull) -> None:
+    def _write_bucket(self, pull: Pull, key: tuple[int, int]) -> None:
+        memory = pull.memory[key]
+        if key in pull.rows:
+            pull.model.write_rows(self._bucket(key).parts[0].tensor, pull.rows[key], memory)
+        else:
+            self._each_part(key, memory, pull.model.write_weights)
+
+    def _receive(self, pull: Pull, take: Callable[[tuple[int, int]], None] | None = None) -> None:
+        """Wait until all weights of `pull` have arrived, and call `take` with each bucket that has."""
         left = pull.pending
 
         def ready() -> bool:
             for key in [*left][:8]:
                 if left[key].test() is not None:
                     del left[key]
+                    if take is not None:
+                        take(key)
             return not left
 
         self._connection.wait("pull_weights", ready, lambda: sorted({server for server, _ in left}))

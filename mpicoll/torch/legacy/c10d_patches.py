@@ -20,6 +20,7 @@ from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import current_device, rendezvous_handler
 from mpicoll.torch.ddp_hooks import register_builtin_hook
+from mpicoll.torch.group_members import needs_connections
 from mpicoll.torch.legacy.c10d_frames import find_c10d_variables
 from mpicoll.torch.legacy.mixed_process_group import MixedProcessGroup
 from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
@@ -31,6 +32,8 @@ def rendezvous(original: Original, url: str, rank: int = -1, world_size: int = -
     """Take rank, size and store from MPI unless the program gives an address, or all values that ``env://`` needs."""
     if url != "env://" or rendezvous_handler.is_environment_complete(rank, world_size, os.environ):
         return original(url, rank, world_size, **kwargs)
+    if (found := rendezvous_handler.find_slurm_rank(rank, world_size, os.environ)) is not None:
+        return original(url, *found, **kwargs)
     return iter([rendezvous_handler.rendezvous_over_mpi(rank, world_size)])
 
 
@@ -43,7 +46,8 @@ def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> 
     call = inspect.signature(original).bind(*args, **kwargs)
     arguments = call.arguments
     arguments["backend"] = replace_mpi(arguments["backend"])
-    world()
+    if not needs_connections(arguments["group_size"]):
+        world()
     current_device.register_devices()
     if arguments["group_size"] == -1:
         arguments["store"], arguments["group_rank"], arguments["group_size"] = rendezvous_handler.rendezvous_over_mpi()

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from mpicoll.transport.control.frame_tags import NO_TAG, TAG_SIZE, FrameTags
@@ -64,17 +64,23 @@ class Connection:
     collected as crash output, and no packet is received any more.
 
     `role` is "stranger" or "client" for an accepted connection, "attempt", "hub" or "probe" for one that this rank
-    has made.
+    has made. A connection adds itself to `changed` when there is something that :meth:`write` may send.
     """
 
-    def __init__(self, sock: socket.socket, role: str, rank: int = -1, address: str = "") -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        role: str,
+        rank: int = -1,
+        address: str = "",
+        changed: set[Connection] | None = None,
+    ) -> None:
         self.sock = sock
         self.role = role
         self.rank = rank
         self.address = address
         self.connecting = False
         self.has_reported = False  # the peer has reported all exits that it had seen when the connection was made
-        self.deadline = float("inf")
         self.nonce = os.urandom(16).hex()
         self.error: int | None = None
         self.events = 0  # for which the selector waits
@@ -82,6 +88,7 @@ class Connection:
         self.queue: deque[Packet] = deque()
         self.crash_output = bytearray()
         self.corrupt = False
+        self._changed: set[Connection] = set() if changed is None else changed
         self._send_tags: FrameTags | None = None
         self._receive_tags: FrameTags | None = None
         self._sent = 0  # bytes of the first message in the queue
@@ -94,6 +101,11 @@ class Connection:
     def set_keys(self, send: bytes, receive: bytes) -> None:
         """Set the keys of the frames in both directions, when both nonces are known."""
         self._send_tags, self._receive_tags = FrameTags(send), FrameTags(receive)
+
+    def enqueue(self, packets: Iterable[Packet]) -> None:
+        """Queue packets, for the next :meth:`write`."""
+        self.queue.extend(packets)
+        self._changed.add(self)
 
     def name(self) -> str:
         """Return a name of the peer for messages."""

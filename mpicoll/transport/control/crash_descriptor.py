@@ -15,22 +15,34 @@ class CrashDescriptor:
 
     def __init__(self) -> None:
         self.fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
+        """The connection to which it refers."""
         self.use_stderr()
+
+    @property
+    def rank(self) -> int:
+        """The rank to which it refers; -1 while it refers to stderr."""
+        return -1 if self.connection is None else self.connection.rank
+
+    def prefer(self, client: Connection) -> None:
+        """Let the descriptor refer to `client`, unless it refers to the hub or to a client with a lower rank."""
+        before = self.connection
+        if before is None or (before.role == "client" and client.rank < before.rank):
+            self.redirect(client)
 
     def redirect(self, connection: Connection | None) -> None:
         """Let the descriptor refer to `connection`, or to stderr if it is None."""
-        if connection is self._connection:
+        if connection is self.connection:
             return
         if connection is None:
             self.use_stderr()
         else:
-            self._connection = connection
+            self.connection = connection
             os.dup2(connection.sock.fileno(), self.fd, inheritable=False)
 
     def use_stderr(self) -> None:
         """Let the descriptor refer to stderr."""
-        self._connection = None
+        self.connection = None
         try:
             os.dup2(2, self.fd, inheritable=False)
         except OSError:  # stderr is closed

@@ -11,8 +11,12 @@ from mpicoll.transport.control import timing
 from mpicoll.transport.control.addresses import AddressBook
 from mpicoll.transport.control.attempts import Attempts
 from mpicoll.transport.control.connection import Connection
+from mpicoll.transport.control.deadlines import Deadlines
 from mpicoll.transport.control.links import Links
 from mpicoll.transport.control.sockets import connecting_error, is_taken, start_connecting
+
+_MAX_PROBES = 64
+"""Probes that are under way at a time. Each takes a descriptor of the program."""
 
 
 class Dialer:
@@ -25,12 +29,16 @@ class Dialer:
         self._hub = -1
         self._attempts: Attempts | None = None
         self._probes: dict[int, Attempts] = {}
+        self._probe_times: Deadlines[int] = Deadlines()
 
     @property
     def next_time(self) -> float:
         """The time at which an attempt or a probe is due."""
-        attempts = [self._attempts] if self._attempts is not None else []
-        return min((one.next_time for one in (*attempts, *self._probes.values())), default=float("inf"))
+        attempts = float("inf") if self._attempts is None else self._attempts.next_time
+        return min(attempts, self._probe_times.next_time if self._may_probe() else float("inf"))
+
+    def _may_probe(self) -> bool:
+        return len(self._links.probes) < _MAX_PROBES
 
     def seek_hub(self, rank: int) -> None:
         """Attempt to connect to `rank`."""
@@ -45,10 +53,14 @@ class Dialer:
         """Probe the ports of `ranks`, and of no others, if they have not connected after a while."""
         due, pause = now + timing.PROBE_AFTER, timing.PROBE_AFTER
         self._probes = {rank: Attempts(self._addresses.addresses_of(rank), due, pause, longest=10.0) for rank in ranks}
+        self._probe_times = Deadlines()
+        for rank, probes in self._probes.items():
+            self._probe_times.set(rank, probes.next_time)
 
     def stop_probing(self, rank: int) -> None:
         """Probe the port of `rank` no more."""
         self._probes.pop(rank, None)
+        self._probe_times.remove(rank)
 
     def begin_due(self, now: float, outage: float, *, all_have_started: bool) -> list[Connection]:
         """Begin the attempts and probes that are due. Returns those that have failed at once.
@@ -59,10 +71,12 @@ class Dialer:
         begun: list[Connection] = []
         for address in () if self._attempts is None else self._attempts.take_due(now):
             begun += self._begin(self._hub, address, "attempt", now, outage)
-        for rank, probes in self._probes.items():
+        while self._may_probe() and (rank := self._probe_times.take_first(now)) is not None:
+            probes = self._probes[rank]
             due = probes.take_due(now)
             for address in due:
                 probes.postpone(address, now)
+            self._probe_times.set(rank, probes.next_time)
             if due and (self._addresses.is_local(rank) or all_have_started):
                 probes.discard_failures()
                 for address in due:
@@ -72,15 +86,14 @@ class Dialer:
     def _begin(self, rank: int, address: str, role: str, now: float, outage: float) -> list[Connection]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            one = Connection(socket.socket(family, socket.SOCK_STREAM), role, rank, address)
+            one = self._links.open(socket.socket(family, socket.SOCK_STREAM), role, rank, address)
         except OSError as error:
             get_logger().debug("rank %d has no socket: %s", self._rank, error)
             if role == "attempt" and self._attempts is not None:
                 self._attempts.postpone(address, now)
             return []
-        self._links.unproven.add(one)
         one.error = start_connecting(one.sock, address, self._addresses.port(rank), outage) or None
-        one.deadline = now + timing.CONNECT_WITHIN
+        self._links.deadlines.set(one, now + timing.CONNECT_WITHIN)
         one.connecting = True
         return [one]
 
@@ -92,7 +105,7 @@ class Dialer:
         if one.error is not None:
             return False
         one.connecting = False
-        one.deadline = now + timing.PROVE_WITHIN
+        self._links.deadlines.set(one, now + timing.PROVE_WITHIN)
         if one.role == "attempt" or self._addresses.is_local(one.rank):
             self.confirm(one)
         return True  # on another host, another process may have the port
@@ -106,7 +119,7 @@ class Dialer:
     def wait_longer(self, one: Connection, now: float) -> bool:
         """Handle an attempt that has no answer yet. Returns False, and sets its error, if there can be none."""
         self._check_port(one)
-        one.deadline = now + timing.PROVE_WITHIN
+        self._links.deadlines.set(one, now + timing.PROVE_WITHIN)
         return one.error is None  # a stopped process may be silent for long
 
     def _check_port(self, one: Connection) -> None:

@@ -35,7 +35,7 @@ from mpicoll.transport.control.dialer import Dialer
 from mpicoll.transport.control.events import Event, Message, PeerExit
 from mpicoll.transport.control.farewells import Farewells
 from mpicoll.transport.control.handshake import Handshake
-from mpicoll.transport.control.links import Links, is_delivered
+from mpicoll.transport.control.links import Links
 from mpicoll.transport.control.listener import Listener
 from mpicoll.transport.control.membership import Membership
 from mpicoll.transport.control.sockets import (
@@ -87,6 +87,7 @@ class Endpoint:
         self._crash_descriptor = crash_descriptor
         self._now = clock
         self._dialer = Dialer(rank, self._addresses, self._links)
+        self._missing: set[int] = set()  # on the hub: the living ranks that are not connected
         self._log_missing_at = float("inf")
         self._check_silence_at = float("inf")
 
@@ -116,23 +117,25 @@ class Endpoint:
                 self._forward(packet)
             else:
                 self._links.send_to_hub(packet)
-        for one in self._links.all():
-            one.write()
-        self.farewells.confirm(self._has_reached_all)
+        self._links.write()
+        if not (self._missing and self.members.is_hub and not self.members.leaving):
+            # If this process died before all others have the farewell, the leaving rank would seem to have died too.
+            self.farewells.confirm([one for one in self._links.unwritten if one.role == "client"])
+            self._links.write()
 
     def needs_turn(self) -> bool:
         """Return True if the thread that waits with the selector has to take account of what was sent."""
-        return self._check_silence_at == float("inf") or any(one.blocked for one in self._links.all())
+        return self._check_silence_at == float("inf") or self._links.needs_selector
 
     def is_delivered(self) -> bool:
         """Return True if everything that was sent is in the kernels of the next hops, so that this process may end."""
         if self.members.is_alone:
             return True
         if self.members.leaving:
-            return self.farewells.is_certain and all(is_delivered(one) for one in self._links.established())
+            return self.farewells.is_certain and self._links.is_delivered()
         if self.outbox or self._links.has_waiting_packets():
             return False
-        return all(is_delivered(one) for one in self._links.all())
+        return self._links.is_delivered()
 
     def _leave(self, farewell: Packet) -> None:
         """Send the farewell to the hub, or as the hub to its clients.
@@ -143,7 +146,7 @@ class Endpoint:
         """
         self.members.leaving = True
         for one in self._links.established():
-            one.queue.append(farewell)
+            one.enqueue([farewell])
         self.farewells.reached_higher_rank = any(
             rank > self.rank and rank not in self.members.exits for rank in self._links.clients
         )
@@ -157,47 +160,24 @@ class Endpoint:
             if rank not in (self.rank, source) and rank not in self.members.exits:
                 self._links.send_to_client(rank, packet)
 
-    def _has_reached_all(self, farewell: Packet) -> bool:
-        """Return True if all others have the farewell.
-
-        Otherwise, if this process died, the leaving rank would seem to have died as well.
-        """
-        clients = self._links.clients
-        if (
-            self.members.is_hub
-            and not self.members.leaving
-            and any(rank not in clients for rank in self.members.others())
-        ):
-            return False  # a rank has not connected yet
-        return not any(client.blocked or farewell in client.queue for client in clients.values())
-
     # --- time
 
     def prepare_wait(self) -> float:
         """Set the events for which the selector waits, and return the time until which it may wait."""
         self.listener.resume(self._now(), self._expects_connections)
         self._links.update_selector()
-        if self._check_silence_at == float("inf") and any(one.unacknowledged for one in self._links.established()):
+        if self._check_silence_at == float("inf") and self._links.unacknowledged:
             self._check_silence_at = self._now() + timing.SILENCE_CHECK_INTERVAL
         times = [self._log_missing_at, self._check_silence_at, self.listener.next_time, self._dialer.next_time]
         times += [self.members.expiry(one) for one in self.members.suspects.values()]
-        times += [one.deadline for one in self._links.all()]
+        times.append(self._links.deadlines.next_time)
         return min(times)
 
     def act_on_time(self) -> None:
         """Do what has become due."""
         now = self._now()
-        for one in [one for one in self._links.all() if one.deadline <= now]:
-            if one.connecting and is_connected(one.sock):
-                self._finish_connecting(one)  # in time, but this process was late to handle it
-            elif one.corrupt:
-                self._close_violated(one, ProtocolViolation("a frame with a wrong tag"))
-            elif one.role == "attempt" and not one.connecting:
-                if not self._dialer.wait_longer(one, now):
-                    self._handle_end(one)
-            else:
-                one.error = errno.ETIMEDOUT
-                self._handle_end(one)
+        for one in self._links.take_due(now):
+            self._handle_deadline(one, now)
         for suspect in list(self.members.suspects.values()):
             if self.members.expiry(suspect) <= now:
                 self._declare(suspect.exit)
@@ -209,9 +189,34 @@ class Endpoint:
         if self._log_missing_at <= now:
             self._log_missing_at = float("inf")
             self._log_missing()
-        reporters = [rank for rank, client in self._links.clients.items() if client.has_reported]
-        for gone in self.members.unannounced(reporters, now):
+        for gone in self.members.unannounced(self._have_all_reported, now):
             self._declare(gone)
+
+    def _handle_deadline(self, one: Connection, now: float) -> None:
+        """Handle a connection for which something should have happened by now."""
+        # What arrived in time counts, also if this process is late to handle it.
+        if not one.connecting:
+            self._serve_connection(one, selectors.EVENT_READ)
+        has_proved = one.rank >= 0 if one.role == "stranger" else one.role in ("client", "hub")
+        if one.sock.fileno() < 0 or (has_proved and not one.corrupt):
+            return
+        if one.connecting and is_connected(one.sock):
+            self._finish_connecting(one)
+        elif one.corrupt:
+            self._close_violated(one, ProtocolViolation("a frame with a wrong tag"))
+        elif one.role == "attempt" and not one.connecting:
+            if not self._dialer.wait_longer(one, now):
+                self._handle_end(one)
+        else:
+            one.error = errno.ETIMEDOUT
+            self._handle_end(one)
+
+    def _have_all_reported(self) -> bool:
+        """Return True if all living ranks have reported to this hub the exits that they had seen."""
+        clients = self._links.clients
+        return not self._missing and all(
+            client.has_reported for rank, client in clients.items() if self.members.is_alive(rank)
+        )
 
     def _check_silence(self) -> None:
         """Find hosts that have been silent for too long and owe an acknowledgement.
@@ -219,20 +224,20 @@ class Endpoint:
         TCP restarts its own timeout when data is sent: it sends no more keepalive probes, and measures from
         there.
         """
-        for one in self._links.established():
-            if one.unacknowledged and one.sock.fileno() >= 0:
-                one.unacknowledged = unacknowledged_bytes(one.sock) > 0
-                if one.unacknowledged and silence(one.sock) >= lost_after(self.outage):
-                    one.error = errno.ETIMEDOUT
-                    self._handle_end(one)
+        for one in self._links.unacknowledged.copy():
+            if one.sock.fileno() < 0:
+                continue  # the end of another one has closed it
+            if not unacknowledged_bytes(one.sock):
+                self._links.record_acknowledgement(one)
+            elif self._links.is_established(one) and silence(one.sock) >= lost_after(self.outage):
+                one.error = errno.ETIMEDOUT
+                self._handle_end(one)
 
     def _log_missing(self) -> None:
         if self.farewells.own is not None:
             return
-        if self.members.is_hub:
-            missing = [rank for rank in self.members.others() if rank not in self._links.clients]
-        else:
-            missing = [] if self._links.hub else [self.members.hub]
+        to_hub = [] if self._links.hub else [self.members.hub]
+        missing = sorted(self._missing) if self.members.is_hub else to_hub
         if missing:
             log = get_logger().warning if self.members.is_hub else get_logger().info
             log(
@@ -253,24 +258,32 @@ class Endpoint:
 
     def _accept(self, listening: socket.socket) -> None:
         for sock in self.listener.accept(listening, self.outage, self._now(), expected=self._expects_connections()):
-            stranger = Connection(sock, "stranger")
-            stranger.deadline = self._now() + timing.PROVE_WITHIN
+            stranger = self._links.open(sock, "stranger")
             self._handshake.challenge(stranger)
-            self._links.unproven.add(stranger)
-            strangers = [one for one in self._links.unproven if one.role == "stranger"]
+            stranger.write()  # at once, because the time to answer begins now
+            self._links.deadlines.set(stranger, self._now() + timing.PROVE_WITHIN)
+            strangers = self._links.strangers
             if len(strangers) > self.size + _MAX_STRANGERS:
                 # A rank of the job proves itself at once, and connects again if it was among the oldest.
-                self._drop(min(strangers, key=lambda one: one.deadline))
+                self._drop(next((one for one in strangers if one.rank < 0), stranger))
 
     def _expects_connections(self) -> bool:
         """Return True if ranks may be about to connect: to the hub, or to a rank that may become the hub."""
         if not self.members.is_hub:
             return self._links.hub is None
-        return any(rank not in self._links.clients for rank in self.members.others())
+        return bool(self._missing)
+
+    def _update_missing(self, rank: int) -> None:
+        """Take account of a change of `rank`, or of its connection to this hub."""
+        if self.members.is_hub and self.members.is_alive(rank) and rank not in self._links.clients:
+            self._missing.add(rank)
+        else:
+            self._missing.discard(rank)
 
     def _serve_connection(self, one: Connection, mask: int) -> None:
         if one.sock.fileno() < 0:
             return  # closed in this turn
+        self._links.touch(one)
         if one.connecting:
             self._finish_connecting(one)
             return
@@ -287,7 +300,8 @@ class Endpoint:
             self._close_violated(one, violation)
         else:
             if one.corrupt:
-                one.deadline = min(one.deadline, self._now() + timing.CRASH_WITHIN)
+                deadlines = self._links.deadlines
+                deadlines.set(one, min(deadlines.get(one), self._now() + timing.CRASH_WITHIN))
 
     def _close_violated(self, one: Connection, violation: ProtocolViolation) -> None:
         """Close a connection whose peer has violated the protocol."""
@@ -306,10 +320,13 @@ class Endpoint:
         """Close a connection."""
         self.farewells.drop(one)
         self._links.drop(one)
-        self._redirect_crash_output()
+        if one.role == "client":
+            self._update_missing(one.rank)
+        if self._crash_descriptor is not None and one is self._crash_descriptor.connection:
+            self._redirect_crash_output()
 
     def _drop_other_attempts(self, one: Connection) -> list[Connection]:
-        others = [other for other in self._links.attempts() if other is not one]
+        others = [other for other in self._links.attempts if other is not one]
         for other in others:
             self._drop(other)
         return others
@@ -344,8 +361,8 @@ class Endpoint:
         """Let the crash descriptor refer to the hub, or on the hub to the rank that would be the next hub."""
         if self._crash_descriptor is not None:
             clients = self._links.clients
-            living = [rank for rank in clients if rank not in self.members.exits]
-            self._crash_descriptor.redirect(self._links.hub or (clients[min(living)] if living else None))
+            lowest = min((rank for rank in clients if rank not in self.members.exits), default=None)
+            self._crash_descriptor.redirect(self._links.hub or (None if lowest is None else clients[lowest]))
 
     # --- exits and the election of the hub
 
@@ -354,6 +371,7 @@ class Endpoint:
         if self.members.suspect(gone, self._now(), certain=certain):
             self._declare(gone)
         else:
+            self._update_missing(gone.rank)
             self._elect()
 
     def _declare(self, gone: PeerExit, reporter: Connection | None = None) -> None:
@@ -362,13 +380,17 @@ class Endpoint:
             return
         if not self.members.leaving:
             self.events.append(gone)
+        self._update_missing(gone.rank)
         self._links.take_for_client(gone.rank)
         self._dialer.stop_probing(gone.rank)
+        report = self._report_of(gone)
         for one in self._links.established():
             if one is not reporter and one.rank != gone.rank:
-                one.queue.append(self._report_of(gone))
+                one.enqueue([report])
         if gone.why != "left" and gone.rank in self._links.clients:
             self._drop(self._links.clients[gone.rank])
+        elif self._crash_descriptor is not None and self._crash_descriptor.rank == gone.rank:
+            self._redirect_crash_output()
         hub = self._links.hub
         if hub is not None and hub.rank == gone.rank:
             self._drop(hub)
@@ -392,19 +414,21 @@ class Endpoint:
         """Determine the hub. If it is another one, connect to it, or take over as the hub."""
         if not self._addresses or self.farewells.is_forwarded or not self.members.elect(self._now()):
             return
-        for one in self._links.attempts():
+        for one in list(self._links.attempts):
             self._drop(one)
+        self._missing.clear()
         if not self.members.is_hub:
             self._dialer.seek_hub(self.members.hub)
             return
         self._dialer.stop_seeking()
+        self._missing.update(rank for rank in self.members.others() if rank not in self._links.clients)
         for suspect in list(self.members.suspects.values()):
             if suspect.certain:
                 self._declare(suspect.exit)
         for packet in self._links.take_for_hub():
             self._forward(packet)
         allow_descriptors(self.size + _MAX_STRANGERS)
-        self._dialer.probe((rank for rank in self.members.others() if rank not in self._links.clients), self._now())
+        self._dialer.probe(sorted(self._missing), self._now())
 
     # --- packets
 
@@ -418,7 +442,7 @@ class Endpoint:
             raise ProtocolViolation("the payload is not a JSON object")
         try:
             steps: dict[tuple[str, bytes], Callable[[], None]] = {
-                ("stranger", HELLO): lambda: self._handshake.welcome(one, content, self.members.has_died),
+                ("stranger", HELLO): lambda: self._welcome(one, content),
                 ("stranger", JOINED): lambda: self._add_client(one),
                 ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
                 ("attempt", WELCOME): lambda: self._add_hub(one),
@@ -440,6 +464,10 @@ class Endpoint:
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ProtocolViolation(f"{kind!r}: {error!r}") from error
 
+    def _welcome(self, one: Connection, content: dict[str, Any]) -> None:
+        self._handshake.welcome(one, content, self.members.has_died)
+        self._links.deadlines.remove(one)
+
     def _answer_challenge(self, one: Connection, content: dict[str, Any]) -> None:
         self._handshake.answer(one, content)
         for other in self._drop_other_attempts(one):
@@ -450,13 +478,13 @@ class Endpoint:
         self._dialer.stop_seeking()
         self._links.add_hub(one)
         # From now on the other side takes the end of this connection for the end of this process.
-        one.queue.append((JOINED, self.rank, one.rank, b"{}"))
-        one.queue.extend(self._report_of(gone) for gone in self.members.exits.values())
-        one.queue.append((REPORTED, self.rank, one.rank, b"{}"))
-        one.queue.extend(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
+        one.enqueue([(JOINED, self.rank, one.rank, b"{}")])
+        one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
+        one.enqueue([(REPORTED, self.rank, one.rank, b"{}")])
+        one.enqueue(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
         if self.members.leaving and self.farewells.own is not None:
-            one.queue.extend(self._links.take_for_client(one.rank))
-            one.queue.append(self.farewells.own)
+            one.enqueue(self._links.take_for_client(one.rank))
+            one.enqueue([self.farewells.own])
         self._redirect_crash_output()
 
     def _confirm_probe(self, one: Connection) -> None:
@@ -479,19 +507,21 @@ class Endpoint:
         self._links.add_client(one)
         self._dialer.stop_probing(rank)
         self.members.suspects.pop(rank, None)
-        one.queue.extend(self._links.take_for_client(rank))
-        one.queue.extend(self._report_of(gone) for gone in self.members.exits.values())
+        self._update_missing(rank)
+        one.enqueue(self._links.take_for_client(rank))
+        one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
         if self.members.leaving and self.farewells.own is not None:
-            one.queue.append(self.farewells.own)
+            one.enqueue([self.farewells.own])
             if rank > self.rank and rank not in self.members.exits:
                 self.farewells.reached_higher_rank = True
-        one.queue.append((REPORTED, self.rank, rank, b"{}"))
-        self._redirect_crash_output()
+        one.enqueue([(REPORTED, self.rank, rank, b"{}")])
+        if self._crash_descriptor is not None and rank not in self.members.exits:
+            self._crash_descriptor.prefer(one)
 
     def _deliver(self, one: Connection, packet: Packet, body: dict[str, Any]) -> None:
         kind, source, dest, _ = packet
         if kind == FAREWELL and source == one.rank:
-            self.farewells.confirm_later(one, packet)
+            self.farewells.confirm_later(one)
         elif kind != FAREWELL and one.role == "client" and source != one.rank:
             raise ProtocolViolation("a message with the source of another rank")
         if source in self.members.exits or not 0 <= source < self.size or source == self.rank:
@@ -504,7 +534,7 @@ class Endpoint:
         else:
             if source != one.rank:
                 self.members.relayed_at = self._now()
-            self.farewells.received[source] = packet
+            self.farewells.receive(packet)
             self._declare(self._addresses.exit_of(source, "left"), one)
 
     def _handle_report(self, one: Connection, gone: PeerExit) -> None:

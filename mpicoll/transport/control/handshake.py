@@ -39,7 +39,7 @@ class Handshake:
     def challenge(self, accepted: Connection) -> None:
         """Send a challenge on a connection that this rank has accepted."""
         content = {"nonce": accepted.nonce, "rank": self._rank}
-        accepted.queue.append((CHALLENGE, self._rank, -1, encode(content)))
+        accepted.enqueue([(CHALLENGE, self._rank, -1, encode(content))])
 
     def answer(self, attempt: Connection, content: dict[str, Any]) -> None:
         """Answer a challenge with a proof."""
@@ -48,7 +48,7 @@ class Handshake:
             raise ProtocolViolation("the port belongs to another rank")
         text = f"{challenge} {attempt.nonce} {self._rank} {attempt.rank}"
         hello = {"rank": self._rank, "nonce": attempt.nonce, "proof": self._mac("proof", text).hex()}
-        attempt.queue.append((HELLO, self._rank, attempt.rank, encode(hello)))
+        attempt.enqueue([(HELLO, self._rank, attempt.rank, encode(hello))])
         attempt.set_keys(send=self._mac("client-frames", text), receive=self._mac("server-frames", text))
 
     def welcome(self, accepted: Connection, content: dict[str, Any], is_dead: Callable[[int], bool]) -> None:
@@ -59,9 +59,8 @@ class Handshake:
         if not 0 <= rank < self._size or rank == self._rank or not compare_digest(proof, str(content["proof"])):
             raise ProtocolViolation("wrong proof of the job token")
         accepted.rank = rank
-        accepted.deadline = float("inf")
         accepted.set_keys(send=self._mac("server-frames", text), receive=self._mac("client-frames", text))
-        accepted.queue.append((REJECTED if is_dead(rank) else WELCOME, self._rank, rank, b"{}"))
+        accepted.enqueue([(REJECTED if is_dead(rank) else WELCOME, self._rank, rank, b"{}")])
 
     def _mac(self, use: str, connection: str) -> bytes:
         """Return what only a rank of this job can compute for `connection`: a proof, or the key of one direction."""

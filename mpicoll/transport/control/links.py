@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import selectors
+import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mpicoll.transport.control.connection import MESSAGE, Connection, Packet
+from mpicoll.transport.control.deadlines import Deadlines
 from mpicoll.transport.control.sockets import unacknowledged_bytes
 
 
@@ -15,36 +17,61 @@ class Links:
 
     Unproven are accepted connections whose peers have not proved the token ("stranger"), own attempts to connect to
     the hub ("attempt"), and probes of a port ("probe").
+
+    A hub has one connection for each other rank, of which most have nothing to do at a time. So what is done in each
+    turn looks only at those that have changed, that wait for something, or whose deadline has come.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.hub: Connection | None = None
         self.clients: dict[int, Connection] = {}
-        self.unproven: set[Connection] = set()
+        # Dictionaries keep the order: the oldest connection comes first.
+        self.strangers: dict[Connection, None] = {}
+        self.attempts: dict[Connection, None] = {}
+        self.probes: dict[Connection, None] = {}
+        self.deadlines: Deadlines[Connection] = Deadlines()
+        self.unwritten: set[Connection] = set()
+        """Those with bytes or packets that the kernel, or the window of the peer, does not accept now."""
+        self.unacknowledged: set[Connection] = set()
+        """Those whose peer's kernel may not have acknowledged everything yet."""
         self._selector = selector
+        self._changed: set[Connection] = set()
+        self._unregistered: set[Connection] = set()  # the selector waits for other events than it should
         self._for_hub: deque[Packet] = deque()
         self._for_clients: dict[int, deque[Packet]] = {}
+
+    def open(self, sock: socket.socket, role: str, rank: int = -1, address: str = "") -> Connection:
+        """Return a new unproven connection."""
+        connection = Connection(sock, role, rank, address, self._changed)
+        self._unproven_of(role)[connection] = None
+        self.touch(connection)
+        return connection
 
     def established(self) -> list[Connection]:
         """Return the connections whose peers have proved the token."""
         return [*self.clients.values(), *([self.hub] if self.hub else ())]
 
-    def all(self) -> list[Connection]:
-        """Return all connections."""
-        return [*self.established(), *self.unproven]
+    def unproven(self) -> list[Connection]:
+        """Return the other connections."""
+        return [*self.strangers, *self.attempts, *self.probes]
 
-    def attempts(self) -> list[Connection]:
-        """Return the attempts to connect to the hub that are under way."""
-        return [one for one in self.unproven if one.role == "attempt"]
+    def _unproven_of(self, role: str) -> dict[Connection, None]:
+        return {"stranger": self.strangers, "attempt": self.attempts, "probe": self.probes}.get(role, {})
 
     def send_to_hub(self, packet: Packet) -> None:
         """Queue `packet` for the hub, also while there is no connection to it."""
-        (self.hub.queue if self.hub else self._for_hub).append(packet)
+        if self.hub:
+            self.hub.enqueue([packet])
+        else:
+            self._for_hub.append(packet)
 
     def send_to_client(self, rank: int, packet: Packet) -> None:
         """Queue `packet` for `rank`, also while it is not connected."""
         client = self.clients.get(rank)
-        (client.queue if client else self._for_clients.setdefault(rank, deque())).append(packet)
+        if client:
+            client.enqueue([packet])
+        else:
+            self._for_clients.setdefault(rank, deque()).append(packet)
 
     def take_for_hub(self) -> list[Packet]:
         """Remove and return the packets that wait for a connection to the hub."""
@@ -62,14 +89,14 @@ class Links:
 
     def add_hub(self, connection: Connection) -> None:
         """Make an attempt the connection to the hub."""
-        self.unproven.discard(connection)
+        del self.attempts[connection]
         connection.role = "hub"
-        connection.deadline = float("inf")
+        self.deadlines.remove(connection)
         self.hub = connection
 
     def add_client(self, connection: Connection) -> None:
         """Make an accepted connection that of a client."""
-        self.unproven.discard(connection)
+        del self.strangers[connection]
         connection.role = "client"
         self.clients[connection.rank] = connection
 
@@ -82,7 +109,10 @@ class Links:
         if connection.events:
             self._selector.unregister(connection.sock)
             connection.events = 0
-        self.unproven.discard(connection)
+        self._unproven_of(connection.role).pop(connection, None)
+        self.deadlines.remove(connection)
+        for some in (self.unwritten, self.unacknowledged, self._changed, self._unregistered):
+            some.discard(connection)
         if self.clients.get(connection.rank) is connection:
             del self.clients[connection.rank]
         if self.hub is connection:
@@ -91,14 +121,59 @@ class Links:
 
     def has_waiting_packets(self) -> bool:
         """Return True if packets wait for connections."""
-        return bool(self._for_hub) or any(self._for_clients.values())
+        return bool(self._for_hub or self._for_clients)
+
+    def touch(self, connection: Connection) -> None:
+        """Take account of a change of `connection`, such as of an acknowledgement that has arrived."""
+        self._changed.add(connection)
+
+    def write(self) -> None:
+        """Hand the kernel as much as it accepts of what has been queued."""
+        while self._changed:
+            one = self._changed.pop()
+            if one.sock.fileno() < 0:
+                continue  # it was dropped, and then something was queued
+            one.write()
+            if one.idle:
+                self.unwritten.discard(one)
+            else:
+                self.unwritten.add(one)
+            if one.unacknowledged:
+                self.unacknowledged.add(one)
+            if one.events != _wanted_events(one):
+                self._unregistered.add(one)
+
+    def is_delivered(self) -> bool:
+        """Return True if the peers' kernels have acknowledged everything that was sent."""
+        if self._changed or self.unwritten:
+            return False
+        for one in self.unacknowledged.copy():
+            if unacknowledged_bytes(one.sock):
+                return False
+            self.record_acknowledgement(one)
+        return True
+
+    def record_acknowledgement(self, connection: Connection) -> None:
+        """Record that everything that was sent on `connection` is acknowledged."""
+        connection.unacknowledged = False
+        self.unacknowledged.discard(connection)
+
+    def take_due(self, now: float) -> Iterator[Connection]:
+        """Yield the connections whose deadlines have come, each without its deadline."""
+        for one in self.deadlines.take_due(now):
+            if one.sock.fileno() >= 0:  # the end of another one may have closed it
+                yield one
+
+    @property
+    def needs_selector(self) -> bool:
+        """True if the selector waits for other events than it should."""
+        return bool(self._unregistered)
 
     def update_selector(self) -> None:
         """Set the events for which the selector waits."""
-        for one in self.all():
-            events = selectors.EVENT_READ
-            if one.connecting or one.blocked:
-                events |= selectors.EVENT_WRITE
+        while self._unregistered:
+            one = self._unregistered.pop()
+            events = _wanted_events(one)
             if events != one.events:
                 change = self._selector.modify if one.events else self._selector.register
                 change(one.sock, events, one)
@@ -106,13 +181,16 @@ class Links:
 
     def close(self) -> None:
         """Close all connections."""
-        for one in self.all():
+        # A forked child has the selector of its parent, from which it must remove nothing.
+        for one in [*self.established(), *self.unproven()]:
             one.sock.close()
-        self.clients.clear()
-        self.unproven.clear()
+        for some in (self.clients, self.strangers, self.attempts, self.probes):
+            some.clear()
+        for others in (self.unwritten, self.unacknowledged, self._changed, self._unregistered):
+            others.clear()
         self.hub = None
 
 
-def is_delivered(connection: Connection) -> bool:
-    """Return True if the peer's kernel has acknowledged everything that was sent on `connection`."""
-    return connection.idle and not unacknowledged_bytes(connection.sock)
+def _wanted_events(connection: Connection) -> int:
+    is_waiting = connection.connecting or connection.blocked
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.control import timing
@@ -37,6 +37,7 @@ class Membership:
         self.relayed_at = float("-inf")
         """The time at which a farewell was last received through another rank."""
         self._elected_at = 0.0
+        self._lowest = 0  # all lower ranks have exited
 
     @property
     def is_hub(self) -> bool:
@@ -51,14 +52,15 @@ class Membership:
     @property
     def is_alone(self) -> bool:
         """True if no other rank lives."""
-        return len(self.exits.keys() | self.suspects.keys()) == self.size - 1
+        return len(self.exits) + sum(rank not in self.exits for rank in self.suspects) == self.size - 1
 
     def others(self) -> list[int]:
         """Return the other living ranks."""
-        return [rank for rank in self._alive() if rank != self.rank]
+        return [rank for rank in range(self.size) if rank != self.rank and self.is_alive(rank)]
 
-    def _alive(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.exits and rank not in self.suspects]
+    def is_alive(self, rank: int) -> bool:
+        """Return True if `rank` has neither exited nor seems to have died."""
+        return rank not in self.exits and rank not in self.suspects
 
     def has_died(self, rank: int) -> bool:
         """Return True if `rank` is known to have died. One that has left may still have to report other exits."""
@@ -66,8 +68,14 @@ class Membership:
 
     def elect(self, now: float) -> bool:
         """Determine the hub. Returns True if it has changed."""
-        able = (rank for rank in self._alive() if rank != self.rank or not self.leaving)
-        hub = min(able, default=self.rank)
+        while self._lowest in self.exits:
+            self._lowest += 1
+        able = (
+            rank
+            for rank in range(self._lowest, self.size)
+            if self.is_alive(rank) and not (rank == self.rank and self.leaving)
+        )
+        hub = next(able, self.rank)
         if hub == self.hub:
             return False
         self.hub, self._elected_at = hub, now
@@ -98,18 +106,18 @@ class Membership:
             return float("inf")  # the ranks that stay decide
         return max(suspect.since, self._elected_at) + timing.REPORT_WITHIN * (1 if self.is_hub else 2)
 
-    def unannounced(self, reporters: Iterable[int], now: float) -> list[PeerExit]:
+    def unannounced(self, have_all_reported: Callable[[], bool], now: float) -> list[PeerExit]:
         """Return the exits of suspects that no rank has announced.
 
         They are established on the hub when all living ranks have reported the exits that they have seen;
-        `reporters` are the ranks that have done so.
+        `have_all_reported` returns True if they have done so.
         """
         if (
             self.suspects
             and self.is_hub
             and not self.leaving
             and now >= self.relayed_at + timing.REPORT_WITHIN
-            and set(reporters).issuperset(self.others())
+            and have_all_reported()
         ):
             return [suspect.exit for suspect in self.suspects.values()]
         return []

@@ -17,6 +17,7 @@ Modules, lowest first: :mod:`~mpicoll.transport.control.timing` and :mod:`~mpico
 control), :mod:`~mpicoll.transport.control.sockets`, :mod:`~mpicoll.transport.control.interfaces`;
 the parts of the state, each by itself: :mod:`~mpicoll.transport.control.addresses`,
 :mod:`~mpicoll.transport.control.address_choice` (before the start),
+:mod:`~mpicoll.transport.control.deadlines`,
 :mod:`~mpicoll.transport.control.attempts` and :mod:`~mpicoll.transport.control.dialer` (connecting),
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
 :mod:`~mpicoll.transport.control.handshake`, :mod:`~mpicoll.transport.control.links` (connections),
@@ -41,6 +42,9 @@ from mpicoll.transport.control.connection import ALL, FAREWELL, MESSAGE, Packet,
 from mpicoll.transport.control.crash_descriptor import CrashDescriptor
 from mpicoll.transport.control.endpoint import Endpoint
 from mpicoll.transport.control.events import Event, PeerExit
+
+_WAKE_ONCE = object()
+"""Marks descriptors that the selector has for :meth:`ControlNetwork.wake_once`."""
 
 
 class ControlNetwork:
@@ -154,6 +158,12 @@ class ControlNetwork:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wakeup_fd, 1)
 
+    def wake_once(self, descriptor: int) -> None:
+        """Make :meth:`poll` return once, as soon as `descriptor` can be read. For the thread that polls."""
+        with self._lock:
+            if not self._over and descriptor not in self._selector.get_map():
+                self._selector.register(descriptor, selectors.EVENT_READ, _WAKE_ONCE)
+
     def send(self, body: dict[str, Any], to: int | None = None) -> None:
         """Send `body` to rank `to`, or to all others.
 
@@ -260,6 +270,8 @@ class ControlNetwork:
                 if key.fd == self._wakeup_fd:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wakeup_fd)
+                elif key.data is _WAKE_ONCE:
+                    self._selector.unregister(key.fd)
                 else:
                     self._endpoint.serve(key, mask)
             self._endpoint.act_on_time()

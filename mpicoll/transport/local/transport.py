@@ -11,12 +11,13 @@ from weakref import WeakSet
 
 import numpy as np
 
-from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
+from mpicoll.errors import CommunicationError, RankFailed, Timeout
 from mpicoll.extension import find_missing_reason
 from mpicoll.transport import cores
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, renumber, truncation_error
 from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
+from mpicoll.transport.local.posted_round import LocalRound
 from mpicoll.wording import rank_list
 
 
@@ -223,18 +224,16 @@ class LocalTransport:
         return None if all(table[member] == word for member in self._members) else self.allgather_text(text())
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        self.post(sends, recvs, tag).wait()
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> LocalRound:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]
-        try:
+
+        def send_all() -> None:
             for dest, data in sends:
                 self._send(self._collective, data, dest, tag)
-            for one, (source, data) in zip(pending, recvs, strict=True):
-                got = one.wait(None).nbytes
-                if got != data.size:
-                    raise TruncationError(f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}")
-        except BaseException:
-            for one in pending:
-                one.withdraw()
-            raise
+
+        return LocalRound(self.rank, self.timeout, recvs, pending, send_all)
 
     def send(self, data: Memory, dest: int, tag: int) -> None:
         self._send(self._p2p, data, dest, tag)
@@ -255,6 +254,9 @@ class LocalTransport:
             posted = self.job.mailbox(context, self._me).posted
             if recv in posted:
                 posted.remove(recv)
+
+    def bind_messages(self, *args: Any) -> None:
+        """Return None: messages are carried out in Python."""
 
     def matches_own_message(self, tag: int) -> bool:
         with self.job.changed:

@@ -4,125 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 from mpi4py import MPI
 
-from mpicoll.config import config
-from mpicoll.extension import find_missing_reason
-from mpicoll.named_tuple import NamedTuple
-from mpicoll.transport import record_file, shm
-from mpicoll.transport.base import renumber
+from mpicoll.transport.group_facts import GroupFacts
+from mpicoll.transport.group_facts import find_facts as find_group_facts
 from mpicoll.transport.mpi import ops
 
 _drawn_numbers = itertools.count()
 
 
-class CommFacts(NamedTuple):
-    """Facts about a communicator, the same on all its ranks."""
-
-    key: str
-    """A name that no other communicator has: the rank in the job of its rank 0, and a number that this one has drawn
-    for no other communicator."""
-    nodes: tuple[int, ...]
-    """The number of each rank's node."""
-    processes: tuple[int, ...]
-    """The number of each rank's process."""
-    defects: dict[str, str]
-    """The reductions that the MPI library computes wrongly on any node."""
-    no_shm_reason: str | None
-    """The reason why the ranks of a node can't share memory; None if they can."""
-    no_cma_reason: str | None
-    """The reason why the ranks of a node can't read each other's private memory; None if they can."""
-    named: bool
-    """True if shared memory must have a name in the file system (MPICOLL_SHARED_MEMORY=named)."""
-
-
-class _Offer(NamedTuple):
-    """Contribution of a rank. `block` is the handle of the memory that it shares, or the reason why there is none."""
-
-    leader: int
-    key: str
-    shared_memory: str
-    missing_extension: str | None
-    memory: shm.ProcessMemory
-    block: object
-    defects: dict[str, str]
-
-
-def find_facts(comm: MPI.Intracomm, node: Sequence[int], *, named: bool = False) -> CommFacts:
-    """Return the facts about `comm`. Collective. `node` are the ranks on the node of this rank. How they reach each
-    other's memory is found out by trying; `named` asks for shared memory with a name.
-
-    Two exchanges are all that it takes: with more ranks than cores, each one takes several slices of the scheduler's
-    time.
-    """
-    setting, missing = "named" if named else config().shared_memory, find_missing_reason()
+def find_facts(comm: MPI.Intracomm, node: Sequence[int]) -> GroupFacts:
+    """Return the facts about `comm`. Collective. `node` are the ranks on the node of this rank."""
     # All ranks of a node load the same library, so one of them answers for the node.
     defects = ops.find_defects() if comm.rank == node[0] else {}
-    offers: list[_Offer] = []
-    verdicts: list[tuple[str | None, str | None]] = []
-
-    def exchange(value: object) -> list[object]:
-        """Exchange the handles of memory, then the failures. Return those of the node, or one reason not to go on."""
-        if not offers:
-            memory = shm.describe_memory()
-            offers.extend(comm.allgather(_Offer(node[0], draw_key(comm), setting, missing, memory, value, defects)))
-            reason = _find_common_reason(offers)
-            return [offers[peer].block for peer in node] if reason is None else [reason]
-        unread = _try_reading(comm.rank, [offers[peer].memory for peer in node])
-        verdicts.extend(comm.allgather((value or None, unread)))
-        return [verdicts[peer][0] or "" for peer in node]
-
-    failure = ""
-    if missing is None and setting != "off":
-        place = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        failure = record_file.share(exchange, node.index(comm.rank), len(node), place, named=setting == "named")
-    else:
-        exchange(failure)
-    reason = _find_common_reason(offers)
-    if reason == _MIXED:
-        return find_facts(comm, node, named=True)
-    if reason is not None:
-        verdicts = [(reason, reason)]
-    elif not verdicts:  # a rank of this node has no memory
-        exchange(failure)
-    no_shm_reason, no_cma_reason = (next((one for one in why if one), None) for why in zip(*verdicts, strict=True))
-    return CommFacts(
-        offers[0].key,
-        renumber([one.leader for one in offers]),
-        tuple(one.memory.pid for one in offers),
-        {name: why for one in reversed(offers) for name, why in one.defects.items()},
-        no_shm_reason,
-        no_cma_reason,
-        setting == "named",
-    )
+    place = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return find_group_facts(comm.allgather, comm.rank, node, partial(draw_key, comm), place, defects)
 
 
 def draw_key(comm: MPI.Intracomm) -> str:
-    """Return a key for `comm` if this is its rank 0, otherwise an empty string."""
+    """Return a key for `comm` if this is its rank 0, otherwise an empty string.
+
+    It is the rank in the job of its rank 0, and a number that this one has drawn for no other communicator.
+    """
     return "" if comm.rank else f"{MPI.COMM_WORLD.rank}.{next(_drawn_numbers)}"
-
-
-_MIXED = "some ranks share memory with a name, and others without"
-
-
-def _find_common_reason(offers: Sequence[_Offer]) -> str | None:
-    """Return the reason why no ranks can share memory as they have offered it, or None if that depends on the node."""
-    for rank, one in enumerate(offers):
-        if one.shared_memory == "off":
-            return f"MPICOLL_SHARED_MEMORY=off on rank {rank}"
-    for rank, one in enumerate(offers):
-        if one.missing_extension is not None:
-            return f"the extension mpicoll._shm can't be imported on rank {rank}: {one.missing_extension}"
-    return None if len({one.shared_memory for one in offers}) == 1 else _MIXED
-
-
-def _try_reading(rank: int, processes: Sequence[shm.ProcessMemory]) -> str | None:
-    """Return why `rank` can't read the private memory of one of `processes`, or None if it can."""
-    reason: str | None = None
-    for process in processes:
-        try:
-            shm.ProcessReader(process).check()
-        except OSError as error:
-            reason = f"rank {rank} can't read the memory of its peers: {error.strerror}"
-    return reason

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicatorError, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, Traffic, truncation_error
+from mpicoll.transport.base import ConcludeFailure, Envelope, Memory, Message, Route, Traffic, truncation_error
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
+from mpicoll.transport.mpi.posted_round import PostedRound
 from mpicoll.transport.mpi.translation import envelope_of, reports_size, translate_truncation, translates_errors
 from mpicoll.transport.waiting import poll
+
+if TYPE_CHECKING:
+    from mpicoll._shm import MessageCall
 
 R = TypeVar("R")
 
@@ -55,29 +59,54 @@ class MessagePassing:
 
     @translates_errors
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        comm = self._collective
         requests: list[MPI.Request] = []
         statuses = [MPI.Status() for _ in range(len(recvs) + len(sends))]
         try:
-            for source, data in recvs:
-                requests.append(_post(comm.Irecv, data, source, tag))
-            for dest, data in sends:
-                requests.append(_post(comm.Isend, data, dest, tag))
+            self._start_round(requests, sends, recvs, tag)
             if fault_tolerant():
                 self.failures.wait_all(requests, statuses)
             else:
                 MPI.Request.Waitall(requests, statuses)
         except BaseException as error:
-            # Some transfers may be unfinished: nothing may be received any more, and the memory of the sends must
-            # outlive the failure.
-            for request in () if fault_tolerant() else requests[: len(recvs)]:
-                if request != MPI.REQUEST_NULL:
-                    request.Cancel()
-                    request.Free()
-            self.failures.retain((requests, sends, recvs))
-            if isinstance(error, MPI.Exception):
-                self._raise_first(recvs, statuses)
+            self.fail_round(requests, statuses, sends, recvs, error)
             raise
+        self.check_sizes(recvs, statuses)
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
+        return PostedRound(self, sends, recvs, lambda requests: self._start_round(requests, sends, recvs, tag))
+
+    def _start_round(
+        self, requests: list[MPI.Request], sends: Sequence[Message], recvs: Sequence[Message], tag: int
+    ) -> None:
+        """Start the transfers of a round, and append them to `requests`: after a failure it has those that have
+        started."""
+        comm = self._collective
+        for source, data in recvs:
+            requests.append(_post(comm.Irecv, data, source, tag))
+        for dest, data in sends:
+            requests.append(_post(comm.Isend, data, dest, tag))
+
+    def fail_round(
+        self,
+        requests: Sequence[MPI.Request],
+        statuses: Sequence[MPI.Status],
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        error: BaseException | None,
+    ) -> None:
+        """Abandon the messages of a round that has failed with `error`, or is given up (None)."""
+        # Some transfers may be unfinished: nothing may be received any more, and the memory of the sends must
+        # outlive the failure.
+        for request in () if fault_tolerant() else requests[: len(recvs)]:
+            if request != MPI.REQUEST_NULL:
+                request.Cancel()
+                request.Free()
+        self.failures.retain((requests, sends, recvs))
+        if isinstance(error, MPI.Exception):
+            self._raise_first(recvs, statuses)
+
+    def check_sizes(self, recvs: Sequence[Message], statuses: Sequence[MPI.Status]) -> None:
+        """Raise TruncationError if a message of a round was smaller than the memory for it."""
         for (source, data), status in zip(recvs, statuses, strict=False):
             received = status.Get_elements(MPI.BYTE)
             if received != data.size:
@@ -171,6 +200,26 @@ class MessagePassing:
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> MpiPending:
         request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
         return MpiPending(self.rank, self.failures, self.traffic, request, data, (self._p2p, source, tag))
+
+    def bind_messages(
+        self, sent: Route | None, received: Route | None, active: dict[int, Any] | None, conclude: ConcludeFailure
+    ) -> MessageCall | None:
+        if fault_tolerant() or _post is _reject_post:
+            return None
+        # Late, since the first messages of a job do not need it.
+        from mpicoll.transport.mpi.direct_messages import bind_messages
+
+        def conclude_failure(entry: Any, code: int, source: int, tag: int, nbytes: int) -> Exception:
+            return conclude(entry, self._make_error(code) if code else None, Envelope(source, tag, nbytes))
+
+        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure)
+
+    def _make_error(self, code: int) -> Exception:
+        """Return this library's exception for an error code of MPI."""
+        cause = MPI.Exception(code)
+        error = self.translate_error(cause)
+        error.__cause__ = cause
+        return error
 
     def matches_own_message(self, tag: int) -> bool:
         return any(

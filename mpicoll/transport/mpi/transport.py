@@ -15,7 +15,8 @@ from mpicoll.config import config
 from mpicoll.errors import CommunicationError, Timeout
 from mpicoll.transport import cores, launch_env, shm
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
-from mpicoll.transport.mpi.comm_facts import CommFacts, draw_key
+from mpicoll.transport.group_facts import GroupFacts
+from mpicoll.transport.mpi.comm_facts import draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
@@ -42,7 +43,7 @@ class MpiTransport(MessagePassing):
         self,
         collective: MPI.Intracomm,
         p2p: MPI.Intracomm,
-        facts: CommFacts,
+        facts: GroupFacts,
     ) -> None:
         self._facts = facts
         self.key = facts.key

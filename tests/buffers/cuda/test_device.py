@@ -40,6 +40,7 @@ def test_several_devices(cuda: ModuleType, device: Any, lazy: None, monkeypatch:
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
     first, second = (device.cuda_device(index) for index in range(2))
     assert first.identity != second.identity
+    assert all(len(one.identity.rpartition("/")[2]) <= 32 for one in (first, second))  # 16 bytes are a UUID
     with cuda.cuda.Device(1):
         x = cuda.arange(6.0)
         buffer = recognise("op", x)

@@ -124,8 +124,8 @@ def test_the_stream_of_an_interface(cuda: ModuleType, on: Any, lazy: None) -> No
     assert seen(on, recognise("op", Interface(later(cuda, cuda.cuda.Stream()), stream=1))) == 1
     ptds = cuda.cuda.Stream(ptds=True)
     assert seen(on, recognise("op", Interface(later(cuda, ptds), stream=2))) == 1
-    none = recognise("op", Interface(later(cuda, cuda.cuda.Stream()), stream=None))
-    assert none.library.record_event(none) is None
+    # numba's word for the default stream
+    assert seen(on, recognise("op", Interface(later(cuda, cuda.cuda.Stream()), stream=None))) == 1
     # Before version 3 the interface had no word for it.
     old = Interface(later(cuda, cuda.cuda.Stream()), stream="absent", version=2)
     assert seen(on, recognise("op", old)) == 1
@@ -145,10 +145,13 @@ def test_cupys_current_stream(cuda: ModuleType, on: Any, lazy: None) -> None:
 
 
 def test_a_result_is_cupys_whatever_the_interface_says(cuda: ModuleType, on: Any, lazy: None) -> None:
-    buffer = recognise("op", Interface(cuda.zeros(4)))
+    stream = cuda.cuda.Stream(non_blocking=True)
+    buffer = recognise("op", Interface(later(cuda, stream), stream=stream.ptr))
     made = buffer.library.empty(buffer, (4,))
-    assert buffer.library.record_event(buffer) is None
-    assert made.library.record_event(made) is not None
+    with on.working([made.library.record_event(made)]):
+        made.array[...] = 3
+    assert seen(on, buffer) == 1
+    assert (cuda.asnumpy(made.result()) == 3).all()
 
 
 def test_readonly(cuda: ModuleType) -> None:
@@ -199,6 +202,49 @@ def test_dlpack(cuda: ModuleType, on: Any) -> None:
     assert isinstance(buffer.library.wrap(made.array), Dlpack)
     into = output("op", x, buffer, (6,))
     assert into.result() is x
+
+
+class Both(Dlpack):
+    """An array of a library whose work is on a stream for which no default stream waits. Its interface is of version 2
+    and names none, as JAX's; DLPack makes the consumer's stream wait."""
+
+    def __init__(self, x: Any, stream: Any = None, version: int = 2) -> None:
+        super().__init__(x)
+        self.stream = stream
+        self.version = version
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        own = self.x.__cuda_array_interface__
+        return {**own, "version": self.version, "stream": None, "data": (own["data"][0], True)}
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        with self.stream:
+            return super().__dlpack__(stream=stream, **options)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_dlpack_orders_what_an_interface_leaves_open(cuda: ModuleType, on: Any, lazy: None, version: int) -> None:
+    stream = cuda.cuda.Stream(non_blocking=True)
+    buffer = recognise("op", Both(later(cuda, stream), stream, version))
+    assert seen(on, buffer) == 1
+    assert not buffer.array.flags.writeable
+    with stream:
+        buffer.user.x += 1
+    assert seen(on, buffer) == 2
+    assert isinstance(buffer.library.empty(buffer, (4,)).result(), Dlpack)
+
+
+def test_an_interface_that_names_its_stream_is_taken(cuda: ModuleType, on: Any, lazy: None) -> None:
+    class Named(Interface, Dlpack):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise AssertionError
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.x.__dlpack_device__()
+
+    stream = cuda.cuda.Stream(non_blocking=True)
+    assert seen(on, recognise("op", Named(later(cuda, stream), stream=stream.ptr))) == 1
 
 
 def test_dlpack_without_a_way_back(cuda: ModuleType, on: Any) -> None:
@@ -277,12 +323,12 @@ def test_what_cuda_says_about_captures(
 
         return ask
 
-    assert not events.is_capturing(0, 0)
+    assert not events.is_capturing(0)
     monkeypatch.setattr(runtime, "streamIsCapturing", raising(RuntimeError("an error has invalidated the capture")))
-    assert events.is_capturing(0, 0)
+    assert events.is_capturing(0)
     monkeypatch.setattr(runtime, "streamIsCapturing", raising(runtime.CUDARuntimeError(700)))
     with pytest.raises(runtime.CUDARuntimeError):
-        events.is_capturing(0, 0)
+        events.is_capturing(0)
 
 
 def test_refusals(cuda: ModuleType) -> None:

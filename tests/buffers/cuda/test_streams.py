@@ -198,3 +198,35 @@ def test_threads(on: Any) -> None:
     # The next threads use the streams of those that have ended.
     run()
     assert len(streams) == 4
+
+
+def test_without_work_the_host_waits_for_the_events_themselves(cuda: ModuleType, on: Any, lazy: None) -> None:
+    stream = cuda.cuda.Stream(non_blocking=True)
+    x = cuda.zeros(3)
+    cuda.cuda.get_current_stream().synchronize()
+    arrived = on.allocate_pinned(x.nbytes).view(x.dtype)
+    arrived[:] = 0
+    for turn, synchronizes in ((1, True), (2, False)):
+        with stream:
+            x += 1
+            x.get(out=arrived, blocking=False)
+            event = stream.record()
+        with on.working([event]):
+            assert (arrived == turn - 1).all()
+            if synchronizes:
+                on.synchronize()
+                assert (arrived == turn).all()
+        assert (arrived == turn).all()
+
+
+def test_work_begins_after_the_events(cuda: ModuleType, on: Any, lazy: None) -> None:
+    stream = cuda.cuda.Stream(non_blocking=True)
+    x = cuda.zeros(3)
+    cuda.cuda.get_current_stream().synchronize()
+    with stream:
+        x += 1
+        event = stream.record()
+    got = np.empty(3)
+    with on.working([event]):
+        on.copy(got, recognise("op", x).array)
+    np.testing.assert_array_equal(got, np.ones(3))

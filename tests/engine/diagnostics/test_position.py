@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Executing, Position
-from mpicoll.engine.executors.schedule import bind
+from mpicoll.engine.executors.bound_schedule import bind
 from mpicoll.schedules import Recv, Round, Schedule, Send
 from mpicoll.transport.base import Message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -254,3 +255,39 @@ def test_an_exception_on_all_ranks_is_shown_once(job: Starter) -> None:
     assert re.findall("^mpicoll: .* died of", done.stdout, re.MULTILINE) == ["mpicoll: ranks 0-2 of 3 died of"]
     assert done.stdout.count("Traceback") == done.stdout.count("in breaks") == 1, done.stdout
     assert "mpicoll/collectives" not in done.stdout
+
+
+LAUNCHER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)  # PR_SET_NAME
+program = "from mpicoll.engine.diagnostics.process_exit import log_after_sigterm as log; log('first'); log('second')"
+rank = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+rank.wait(30)
+print("forwarded", rank.stderr.read(), file=sys.stderr)
+"""
+
+REFUSE = "import mpicoll.engine.diagnostics.process_exit as p; p._PIDFD_GETFD = -1; "
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+@pytest.mark.parametrize("may_copy", [True, False], ids=["copied", "opened"])
+@pytest.mark.parametrize("name", ["prterun", "other"])
+def test_a_line_after_sigterm_is_read_by_the_launcher_or_written_in_its_place(
+    name: str, may_copy: bool, kind: str, tmp_path: Path
+) -> None:
+    """Open MPI 5's launcher reads nothing any more; its own output continues in the same file."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(LAUNCHER if may_copy else LAUNCHER.replace('program = "', 'program = "' + REFUSE))
+    shown = tmp_path / "shown"
+    with shown.open("wb" if may_copy else "ab") as file:
+        done = subprocess.run(
+            [sys.executable, str(launcher), name],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=file if kind == "file" else subprocess.PIPE,
+            timeout=60,
+            check=True,
+        )
+    text = shown.read_bytes() if kind == "file" else done.stderr
+    lines = b"\nmpicoll: first\n\nmpicoll: second\n"
+    assert text == (lines + b"forwarded b''\n" if name == "prterun" else b"forwarded %r\n" % lines)

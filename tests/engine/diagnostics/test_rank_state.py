@@ -178,7 +178,7 @@ def test_in_a_phase_of_an_operation_of_nodes() -> None:
 
     states = Bench(4, ranks_per_node=2).run(body, ready, warm=True)
     assert states[2]["pending"][0]["waits_for"] == [3]
-    assert states[2]["pending"][0]["where"].startswith("phase 1 of 3: ")
+    assert states[2]["pending"][0]["where"].startswith("phase 1 within the node: ")
 
 
 def test_in_a_message() -> None:

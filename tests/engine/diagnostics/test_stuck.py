@@ -60,6 +60,28 @@ mpicoll.recv(x, 1 - rank, 5)
 """,
         ["ranks 0 and 1 wait for each other", "recv(float64[4], peer=1, tag=5)"],
     ),
+    "two receives like earlier ones": (
+        """
+for _ in range(4):
+    sending = mpicoll.isend(x, 1 - rank, 5)
+    mpicoll.recv(x, 1 - rank, 5)
+    sending.wait()
+mpicoll.recv(x, 1 - rank, 5)
+""",
+        ["ranks 0 and 1 wait for each other", "recv(float64[4], peer=1, tag=5)"],
+    ),
+    "a receive like earlier ones from a rank that has left": (
+        """
+for turn in range(4):
+    if rank == 0:
+        mpicoll.recv(x, 1, 5)
+    else:
+        mpicoll.send(x, 0, 5)
+if rank == 0:
+    mpicoll.recv(x, 1, 5)
+""",
+        ["rank 0 waits in recv(float64[4], peer=1, tag=5)", "for rank 1, which has exited"],
+    ),
     "a receive from a rank that has left": (
         """
 if rank == 0:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
@@ -23,9 +24,10 @@ from mpicoll.buffers import dtypes, ops
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
 from mpicoll.buffers.recognise import recognise
-from mpicoll.engine.executors import cuda_ipc
+from mpicoll.engine.executors import cuda_ipc, peer_memory
 from mpicoll.engine.executors.collective_spec import CollectiveSpec
-from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, PeerMemory
+from mpicoll.engine.executors.cuda_ipc import COLLECTIVES
+from mpicoll.engine.executors.peer_memory import PeerMemory
 from mpicoll.errors import CommunicationError, DeviceError
 
 pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.extension]
@@ -425,28 +427,65 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
         node = Node()
         values = _values(node.size, 300)
         source, target = node.put(values[node.rank]), node.put(np.zeros(300, np.int32))
-        copy, synchronize = node.device.copy, node.device.synchronize
+        bind_copy, synchronize = node.device.bind_copy, node.device.synchronize
         used: list[weakref.ref[Any]] = []
         alive: list[bool] = []
 
-        def closing(into: Any, what: Any) -> None:
-            copy(into, what)
+        def closing(into: Any, what: Any) -> Callable[[], None]:
+            copy = bind_copy(into, what)
             used.append(weakref.ref(what))
-            for known in node.peers._others:
-                for one in list(known.values()):
-                    node.peers.close(one.export.process, lambda export: True)
+
+            def run() -> None:
+                copy()
+                for known in node.peers._others:
+                    for one in list(known.values()):
+                        node.peers.close(one.export.process, lambda export: True)
+
+            return run
 
         def looking() -> None:
             alive[:] = [one() is not None for one in used]
             synchronize()
 
-        node.device.copy, node.device.synchronize = closing, looking
+        node.device.bind_copy, node.device.synchronize = closing, looking
         node.run(Case(node, "bcast", [300]).spec(source.dtype), source if node.rank == 0 else None, target)
         # The root takes nothing from others.
         assert alive == [True] * (node.rank != 0)
         assert all(one() is None for one in used)
-        node.device.copy, node.device.synchronize = copy, synchronize
+        node.device.bind_copy, node.device.synchronize = bind_copy, synchronize
         np.testing.assert_array_equal(node.get(target), values[0])
+
+    several(body)
+
+
+def test_what_is_bound_is_bound_again_when_allocations_are_closed(several: Ranks) -> None:
+    """A collective that is repeated keeps its work on the device, and allocations open by it, until they close."""
+
+    def body() -> None:
+        node = Node()
+        spec = Case(node, "allreduce", [300] * node.size).spec(np.dtype(np.int32), _fold("sum", np.zeros(1, np.int32)))
+        program = cuda_ipc.bind(node.arena, node.peers, spec, repeated=True)
+        bind_fold, bound = node.device.bind_fold, Counter[str]()
+
+        def counting(*arguments: Any) -> Any:
+            bound["folds"] += 1
+            return bind_fold(*arguments)
+
+        node.device.bind_fold = counting
+        source, target = (node.put(np.zeros(300, np.int32)) for _ in range(2))
+        for turn in range(6):
+            if turn == 3:
+                node.transport.allgather_text("")
+                for known in node.peers._others:
+                    for one in list(known.values()):
+                        node.peers.close(one.export.process, lambda export: True)
+                        assert one.memory is None
+            values = _values(node.size, 300, turn)
+            node.fill(source, values[node.rank])
+            with node.device.working():
+                node.arena.run(*program, source, target, None, spec.signature, node.device.synchronize)
+            np.testing.assert_array_equal(node.get(target), np.sum(values, 0, np.int32))
+        assert bound["folds"] == 2
 
     several(body)
 
@@ -484,7 +523,7 @@ def test_what_was_opened_is_closed_with_the_communicator(cuda: ModuleType) -> No
 
 def test_few_allocations_are_kept_open(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were not used for longest give way, and are opened again when they are used again."""
-    monkeypatch.setattr(cuda_ipc, "MAX_OPEN", 2)
+    monkeypatch.setattr(peer_memory, "MAX_OPEN", 2)
 
     def body() -> None:
         node = Node()
@@ -524,7 +563,7 @@ def test_announced_once(several: Ranks) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_memory_that_others_cannot_open(several: Ranks, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory stands in for it, whatever the other ranks have."""
-    monkeypatch.setattr(cuda_ipc, "MAX_SUBSTITUTE_BYTES", 4096)
+    monkeypatch.setattr(peer_memory, "MAX_SUBSTITUTE_BYTES", 4096)
 
     def body() -> None:
         node = Node(random(collective, mpicoll.world().rank))
@@ -574,7 +613,7 @@ def test_memory_that_no_rank_can_open_any_more(several: Ranks) -> None:
 
 def test_any_order_of_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives, sizes, dtypes, new and old memory as they come."""
-    monkeypatch.setattr(cuda_ipc, "_VIEWS", 5)
+    monkeypatch.setattr(peer_memory, "_VIEWS", 5)
 
     def body() -> None:
         node = Node(random("coin", mpicoll.world().rank))
@@ -714,11 +753,11 @@ def test_a_rank_that_fails_lets_the_others_through(several: Ranks) -> None:
 
         for _ in range(3):
             if node.rank == node.size - 1:
-                node.device.fold = refuse
+                node.device.bind_fold = refuse
             with pytest.raises(MemoryError if node.rank == node.size - 1 else CommunicationError):
                 _sum(node, source, target, values)
             if node.rank == node.size - 1:
-                del node.device.fold
+                del node.device.bind_fold
             _sum(node, source, target, values)
 
     several(body)
@@ -751,14 +790,19 @@ def test_who_fails_has_done_its_work_by_then(several: Ranks) -> None:
         node = Node()
         source, target = node.put(np.full(100, node.rank, np.int32)), node.put(np.full(100, -1, np.int32))
         done: list[int] = []
-        fold, synchronize = node.device.fold, node.device.synchronize
+        bind_fold, synchronize = node.device.bind_fold, node.device.synchronize
 
-        def broken(*arguments: Any) -> None:
-            fold(*arguments)
-            done.clear()
-            raise MemoryError
+        def bind_broken(*arguments: Any) -> Callable[[], None]:
+            fold = bind_fold(*arguments)
 
-        node.device.fold = broken
+            def broken() -> None:
+                fold()
+                done.clear()
+                raise MemoryError
+
+            return broken
+
+        node.device.bind_fold = bind_broken
         node.device.synchronize = lambda: done.append(1) or synchronize()
         with pytest.raises(MemoryError):
             _sum(node, source, target, [np.zeros(100, np.int32)] * node.size)

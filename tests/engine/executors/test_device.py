@@ -157,6 +157,27 @@ def test_a_stream_that_no_rank_waits_for_shows(cuda: ModuleType, monkeypatch: py
 # --- what there is
 
 
+@pytest.mark.extension
+def test_a_device_without_a_compiler(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives are carried out by the host, and it is said why."""
+    from mpicoll.buffers.cuda import folds
+
+    def refuse(*arguments: Any) -> Any:
+        raise RuntimeError("libnvrtc can't be found\nin three folders")
+
+    def main() -> None:
+        world = mpicoll.world()
+        x = cuda.asarray(np.arange(1000.0))
+        np.testing.assert_array_equal(cuda.asnumpy(mpicoll.allreduce(x)), world.size * np.arange(1000.0))
+        told = str(mpicoll.explain("allreduce", 8000, like=x))
+        assert "not ipc: rank 0 of 2: no kernel can be compiled for cuda:0, or none runs there" in told, told
+        assert "can't read memory" not in told
+
+    monkeypatch.setattr(folds, "_kernel", refuse)
+    with pytest.warns(UserWarning, match="no kernel can be compiled .*: RuntimeError: libnvrtc can't be found; coll"):
+        mpicoll.run_local(main, 2, timeout=60)
+
+
 def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     verdict = cuda_awareness.find_cuda_support
@@ -273,7 +294,10 @@ def devices_of(cuda: ModuleType) -> list[str]:
     return [runtime.getDeviceProperties(one)["name"].decode() for one in range(runtime.getDeviceCount())]
 
 
-def test_devices_are_identified_by_model_and_ranks_that_share_one(cuda: ModuleType) -> None:
+def test_devices_are_identified_by_model_and_ranks_that_share_one(
+    cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_kernel_failure", lambda device: None)
     told = [("A", "1"), ("B", "2"), ("A", "1"), ("A", "3"), ("A", "1")]
 
     class Some(Elsewhere):

@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, 
 from support.launch import ROOT
 
 import mpicoll
+from mpicoll.engine.executors import bound_schedule, hierarchical
+from mpicoll.engine.executors.step_layout import lay_out
 from mpicoll.errors import CommunicationError
 from mpicoll.transport.local import Delay, Drop, LocalJob
 
@@ -156,6 +159,113 @@ def test_places_of_extremes() -> None:
         np.testing.assert_array_equal(where, np.argmin(every, 0))
 
     mpicoll.run_local(body, 6, ranks_per_node=3)
+
+
+# --- in pieces
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces of a few elements."""
+    monkeypatch.setattr(hierarchical, "PIECE", 40)
+    monkeypatch.setattr(bound_schedule, "PIECE", 24)
+    lay_out.cache_clear()
+    yield
+    lay_out.cache_clear()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("order", ["block", "cyclic", "mixed"])
+@pytest.mark.parametrize(("size", "local"), WORLDS[:2])
+def test_pieces(size: int, local: int, order: str) -> None:
+    """Every collective, with blocks that the pieces do not divide."""
+
+    def body() -> None:
+        comms = Orders()
+        comm = comms[order]
+        rank = comm.rank
+        to: dict[str, Any] = {"comm": comm, "algorithm": BY_NODES}
+        for n in (1, 13, 101):
+            every = [np.arange(n * size, dtype="float32") % 91 * (peer + 1) for peer in range(size)]
+            x, total, mine = every[rank], sum(every), slice(n * rank, n * (rank + 1))
+            whole = np.concatenate([one[n * peer : n * (peer + 1)] for peer, one in enumerate(every)])
+            plan = mpicoll.allreduce_init(x, **to)
+            for _ in range(2):
+                np.testing.assert_array_equal(plan(), total)
+            np.testing.assert_array_equal(mpicoll.allreduce(x.astype("float16") * 0 + 1, **to), size)
+            for root in (0, size - 1):
+                np.testing.assert_array_equal(mpicoll.bcast(x, root, **to), every[root])
+                reduced = mpicoll.reduce(x, root=root, **to)
+                assert (reduced is None) == (rank != root)
+                assert reduced is None or (reduced == total).all()
+                gathered = mpicoll.gather(x[mine], root, **to)
+                assert gathered is None or (gathered == whole).all()
+                part = mpicoll.scatter(x if rank == root else x[mine], root, **to)
+                np.testing.assert_array_equal(part, every[root][mine])
+            np.testing.assert_array_equal(mpicoll.reduce_scatter(x, **to), total[mine])
+            np.testing.assert_array_equal(mpicoll.allgather(x[mine], **to), whole)
+            counts = [n + 2 * (peer == 1) for peer in range(size)]
+            uneven = mpicoll.allgather(np.full(counts[rank], float(rank)), counts=counts, **to)
+            np.testing.assert_array_equal(uneven, np.repeat(np.arange(size), counts))
+            np.testing.assert_array_equal(mpicoll.alltoall(x, **to), np.concatenate([one[mine] for one in every]))
+        comms.free()
+
+    mpicoll.run_local(body, size, ranks_per_node=local, timeout=20)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_several_pieces_travel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []
+    begin = hierarchical.HierarchicalPhases._begin
+
+    def counting(self: Any, operation: Any) -> None:
+        begin(self, operation)
+        most.append(len(self._travelling))
+
+    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", counting)
+    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(200), algorithm=BY_NODES), 4, ranks_per_node=2)
+    assert len(most) == 4 * 16
+    assert max(most) == hierarchical._IN_FLIGHT + 1
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_lost_piece_is_no_hang() -> None:
+    """The error says in which piece and which round; the next call is not disturbed."""
+    together = threading.Barrier(4)
+
+    def body() -> tuple[str, float]:
+        text = ""
+        try:
+            mpicoll.allreduce(np.ones(200), algorithm=BY_NODES)
+        except CommunicationError as error:
+            text = str(error)
+        together.wait(20)
+        return text, float(mpicoll.allreduce(np.ones(200), algorithm=BY_NODES).sum())
+
+    ends = mpicoll.run_local(body, 4, ranks_per_node=2, faults=[Drop(0, 2, 9, 1)], timeout=1)
+    assert any("allreduce/ring on rank" in text for text, _ in ends)
+    assert [total for _, total in ends] == [800.0] * 4
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.extension
+def test_the_piece_is_part_of_the_position() -> None:
+    seen: list[str] = []
+
+    def body() -> None:
+        world = mpicoll.world()
+        executing = world._core.queue.executing
+
+        def add(a: Any, b: Any) -> Any:
+            seen.append(executing.position(world._core.members).where)
+            return a + b
+
+        op = mpicoll.Op(add, commutative=True, elementwise=True)
+        mpicoll.allreduce(np.ones(200), op, algorithm=BY_NODES)
+
+    mpicoll.run_local(body, 4, ranks_per_node=2)
+    assert any(text.startswith("piece 3 of 16, phase 1 within the node") for text in seen), seen
+    assert any(text.startswith("piece 2 of 16, phase 2, between the nodes") for text in seen), seen
 
 
 # --- what crosses the links

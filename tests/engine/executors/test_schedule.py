@@ -14,7 +14,7 @@ import mpicoll
 from mpicoll import schedules
 from mpicoll.engine.core.arrays import Region, displacements, even_displacements
 from mpicoll.engine.executors import schedule as executor
-from mpicoll.engine.executors.schedule import BoundSchedule, bind
+from mpicoll.engine.executors.bound_schedule import BoundSchedule, bind
 from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
 from mpicoll.transport import local
 from mpicoll.transport.base import Message

@@ -48,7 +48,7 @@ def frames(packets: Iterable[Packet]) -> bytes:
     """What a connection with KEYS sends of `packets`, which are less than its window."""
     writer, reader = pair()
     with writer.sock, reader.sock:
-        writer.queue.extend(packets)
+        writer.enqueue(packets)
         writer.write()
         assert writer.idle
         return reader.sock.recv(WINDOW * 2)
@@ -121,7 +121,7 @@ def test_an_unproven_peer_without_a_right_tag_is_refused(kind: bytes, role: str)
 def test_only_an_acknowledgement_with_the_right_tag_opens_the_window(genuine: bool) -> None:
     writer, reader = pair(keys=KEYS if genuine else (KEYS[0], b"another"))
     with writer.sock, reader.sock:
-        writer.queue.append(packet("x" * 3 * WINDOW))
+        writer.enqueue([packet("x" * 3 * WINDOW)])
         writer.write()
         assert list(reader.read()) == []
         reader.write()

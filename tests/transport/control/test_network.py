@@ -327,6 +327,29 @@ def test_poll_waits_no_longer_than_it_may_and_wakes() -> None:
     line.close()
 
 
+def test_poll_returns_once_when_a_descriptor_can_be_read() -> None:
+    network = ControlNetwork(0, 1, TOKEN)
+    reader, writer = os.pipe()
+    for _ in range(2):
+        network.wake_once(reader)
+        network.wake_once(reader)
+        begin = time.monotonic()
+        network.poll(0.05)
+        assert time.monotonic() - begin > 0.03
+        os.write(writer, b"x")
+        begin = time.monotonic()
+        network.poll(SOON)
+        assert time.monotonic() - begin < SOON / 2
+        begin = time.monotonic()
+        network.poll(0.05)  # though it can still be read
+        assert time.monotonic() - begin > 0.03
+        os.read(reader, 1)
+    network.close()
+    network.wake_once(reader)
+    os.close(reader)
+    os.close(writer)
+
+
 def test_at_rest_nothing_wakes(star: Make) -> None:
     """Two ranks that know each other and have nothing to say: one turn of poll per time that it is given."""
     job = star(2)

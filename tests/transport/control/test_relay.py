@@ -89,6 +89,6 @@ def test_a_forged_rejection_does_not_count(star: Make) -> None:
             header[8:12] = (2).to_bytes(4, "big")
             header[8 + 4 + 1 + 4 + 4] = ord("R")
             accepted.sendall(bytes(header) + b"{}")
-            until(lambda: job.drive(1) or job.lines[1]._endpoint._links.attempts() == [])
+            until(lambda: job.drive(1) or job.lines[1]._endpoint._links.attempts == {})
         assert job.lines[1].hub == 0
         assert job.heard[1] == []

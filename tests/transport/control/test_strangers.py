@@ -99,7 +99,7 @@ def test_strangers_take_a_limited_number_of_descriptors(star: Make, monkeypatch:
                 while sock.recv(4096):
                     pass  # a challenge, then the end
         job.meet()
-        assert len(job.lines[0]._endpoint._links.unproven) <= limit
+        assert len(job.lines[0]._endpoint._links.unproven()) <= limit
 
 
 def test_connections_that_no_rank_needs_are_accepted_at_a_limited_rate(star: Make) -> None:
@@ -157,7 +157,7 @@ def test_strangers_do_not_raise_the_limit_of_descriptors(star: Make) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(endpoint._MAX_STRANGERS + 10):
                 stack.enter_context(_connect(job.lines[0]))
-            until(lambda: len(job.lines[0]._endpoint._links.unproven) >= endpoint._MAX_STRANGERS)
+            until(lambda: len(job.lines[0]._endpoint._links.unproven()) >= endpoint._MAX_STRANGERS)
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, before[1])
             job.meet()
     finally:

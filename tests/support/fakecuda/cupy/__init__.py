@@ -15,7 +15,8 @@ from cupy import cuda
 from cupy._array import DLPack as _DLPack
 from cupy._array import PerformanceWarning as PerformanceWarning
 from cupy._array import Ufunc, _launch, _unsafe_copy, ndarray, reduction
-from cupy._elementwise import ElementwiseKernel as ElementwiseKernel
+from cupy._array import where as where
+from cupy._raw import RawKernel as RawKernel
 from cupy.cuda import memory as _memory
 from cupy.cuda import pinned_memory as _pinned
 from cupy.cuda import runtime as _runtime

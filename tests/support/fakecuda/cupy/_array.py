@@ -104,6 +104,8 @@ class ndarray:  # noqa: N801
     nbytes = property(lambda self: self._image.nbytes)
     flags = property(lambda self: self._image.flags)
     device = property(lambda self: Device(self.data.device_id))
+    real = property(lambda self: self._view(self._image.real))
+    imag = property(lambda self: self._view(self._image.imag))
 
     def _bounds(self) -> tuple[int, int]:
         """Return the begin and the end of the array's memory."""
@@ -149,6 +151,17 @@ class ndarray:  # noqa: N801
         if isinstance(options.get("out"), tuple):
             (options["out"],) = options["out"]
         return Ufunc(ufunc)(*inputs, **options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.where:
+            return where(*args, **kwargs)
+        return NotImplemented
+
+    def __matmul__(self, other: ndarray) -> ndarray:
+        sample = np.matmul(np.zeros(self.shape, self.dtype), np.zeros(other.shape, other.dtype))
+        made = ndarray(sample.shape, sample.dtype)
+        _launch(lambda target, left, right: np.matmul(left, right, out=target), made, self, other)
+        return made
 
     # Views
 
@@ -313,6 +326,13 @@ class Ufunc:
             raise ValueError(f"Out shape {out.shape} is mismatched with the broadcast shape {shape}")
         _launch(lambda target, *values: self.ufunc(*values, out=target, **options), out, *inputs)
         return out
+
+
+def where(condition: ndarray, x: ndarray, y: ndarray) -> ndarray:
+    """As cupy's, whose kernel has no loop for dtypes other than numpy's own."""
+    made = ndarray(np.broadcast_shapes(condition.shape, x.shape, y.shape), np.result_type(x.dtype, y.dtype))
+    _launch(lambda target, *values: np.copyto(target, np.where(*values)), made, condition, x, y)
+    return made
 
 
 def _operator(ufunc: np.ufunc, swapped: bool = False) -> Callable[[Any, Any], Any]:

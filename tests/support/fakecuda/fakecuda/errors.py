@@ -5,6 +5,7 @@ from __future__ import annotations
 INVALID_VALUE = 1
 MEMORY_ALLOCATION = 2
 INITIALIZATION = 3
+INVALID_CONFIGURATION = 9
 INVALID_PITCH = 12
 INVALID_COPY = 21
 NO_DEVICE = 100
@@ -34,6 +35,7 @@ _WORDS = {
     INVALID_VALUE: "cudaErrorInvalidValue: invalid argument",
     MEMORY_ALLOCATION: "cudaErrorMemoryAllocation: out of memory",
     INITIALIZATION: "cudaErrorInitializationError: initialization error",
+    INVALID_CONFIGURATION: "cudaErrorInvalidConfiguration: invalid configuration argument",
     INVALID_PITCH: "cudaErrorInvalidPitchValue: invalid pitch argument",
     INVALID_COPY: "cudaErrorInvalidMemcpyDirection: invalid copy direction for memcpy",
     NO_DEVICE: "cudaErrorNoDevice: no CUDA-capable device is detected",

@@ -1,4 +1,4 @@
-"""Elementwise kernels in CUDA C++, compiled by g++ for the host."""
+"""Kernels in CUDA C++, compiled by g++ for the host."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 PRELUDE = Path(__file__).with_name("prelude.hpp")
 
-# No contraction to fma where the source doesn't say so, complex products without a look for NaN, and a crash where an
-# element is not at a multiple of its alignment.
+# No contraction to fma where the source doesn't say so, and a crash where an element is not at a multiple of its
+# alignment.
 _OPTIONS = (
-    *("-O2", "-std=c++17", "-ffp-contract=off", "-fcx-limited-range", "-fPIC", "-w"),
+    *("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w"),
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
     *("-pipe", "-nostartfiles"),
 )
@@ -71,17 +69,17 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _prelude(options: Sequence[str]) -> Path:
-    """A folder with the prelude, and what it is after parsing, for kernels that are compiled with these options."""
+def _prelude() -> Path:
+    """A folder with the prelude, and what it is after parsing."""
     text = PRELUDE.read_text()
 
     def make(folder: Path) -> None:
         folder.mkdir()
         header = folder / PRELUDE.name
         header.write_text(text)
-        _compile(*options, "-x", "c++-header", "-o", f"{header}.gch", header)
+        _compile(*_OPTIONS, "-x", "c++-header", "-o", f"{header}.gch", header)
 
-    return _kept(f"{_key(text, *options)}.prelude", make)
+    return _kept(f"{_key(text, *_OPTIONS)}.prelude", make)
 
 
 def library(source: str, *options: str) -> Path:
@@ -97,94 +95,30 @@ def library(source: str, *options: str) -> Path:
 
 def build(source: str, *options: str) -> Path:
     """The same of a kernel, which finds the prelude."""
-    # The header of complex numbers takes a compiler longer than most kernels, parsed before or not.
-    shared = (*_OPTIONS, "-DFAKECUDA_COMPLEX") if "complex<" in source else _OPTIONS
     try:
-        return library(source, *shared, f"-I{_prelude(shared)}", *options)
+        return library(source, *_OPTIONS, f"-I{_prelude()}", *options)
     except RuntimeError as error:
         raise RuntimeError(f"{error}\n{source}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """Of a kernel. `form` is ``scalar``, ``array`` or ``raw`` (an array that the kernel indexes itself)."""
-
-    name: str
-    ctype: str
-    form: str
-    const: bool
-
-    def outside(self, number: int) -> str:
-        """Return the declaration of the parameter before the loop."""
-        if self.form == "scalar":
-            return f"const {self.ctype} {self.name} = *(const {self.ctype}*)data[{number}];\n"
-        if self.form == "raw":
-            return f"CArray<{self._type()}> {self.name}(data[{number}], sizes[{number}]);\n"
-        return ""
-
-    def inside(self, number: int) -> str:
-        """And within it."""
-        if self.form != "array":
-            return ""
-        kind = self._type()
-        return f"{kind}& {self.name} = *({kind}*)(data[{number}] + at(_i, ndim, shape, strides[{number}]));\n"
-
-    def _type(self) -> str:
-        return f"const {self.ctype}" if self.const else self.ctype
-
-
-def elementwise_source(
-    parameters: Sequence[Parameter],
-    operation: str,
-    preamble: str,
-    types: Sequence[tuple[str, str]],
-    loop_prep: str = "",
-    after_loop: str = "",
-) -> str:
-    """C++ of a kernel. `types` are typedefs, as (name, C++ type)."""
-    outside = "".join(one.outside(number) for number, one in enumerate(parameters))
-    inside = "".join(one.inside(number) for number, one in enumerate(parameters))
-    return (
-        f'#include "{PRELUDE.name}"\n'
-        + "".join(f"typedef {ctype} {name};\n" for name, ctype in types)
-        + preamble
-        + '\nextern "C" void kernel(long long size_, int ndim, const long long* shape, char* const* data,'
-        " const long long* const* strides, const long long* sizes) {\n"
-        f"Indexer _ind(size_);\n{outside}{loop_prep};\n"
-        f"for (long long _i = 0; _i < size_; ++_i) {{ const ptrdiff_t i = _i; _ind.set(_i);\n{inside}{operation};\n}}\n"
-        f"{after_loop};\n}}\n"
-    )
-
-
 @cache
-def load(source: str) -> Callable[..., None]:
-    """The compiled function."""
-    function = ctypes.CDLL(str(build(source))).kernel
+def load(code: str, name: str, parameters: int) -> Callable[..., None]:
+    """The compiled kernel of that name, as a function that runs all of its threads."""
+    values = ", ".join(f"FakecudaValue{{values[{place}]}}" for place in range(parameters))
+    source = f"""#include "{PRELUDE.name}"
+{code}
+extern "C" void fakecuda_run(unsigned blocks, unsigned threads, const unsigned long long* values) {{
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {name}({values});
+}}
+"""
+    function = ctypes.CDLL(str(build(source))).fakecuda_run
     function.restype = None
     return function  # type: ignore[no-any-return]
 
 
-def call(
-    function: Callable[..., None],
-    shape: tuple[int, ...],
-    addresses: Sequence[int],
-    strides: Sequence[tuple[int, ...]],
-    sizes: Sequence[int],
-) -> None:
+def call(function: Callable[..., None], blocks: int, threads: int, values: Sequence[int]) -> None:
     """Run it now, on addresses that the host may touch."""
-
-    def words(values: Sequence[int]) -> Any:
-        return (ctypes.c_longlong * max(1, len(values)))(*values)
-
-    n = 1
-    for extent in shape:
-        n *= extent
-    rows = [words(one) for one in strides]
-    function(
-        ctypes.c_longlong(n),
-        len(shape),
-        words(shape),
-        (ctypes.c_void_p * len(addresses))(*addresses),
-        (ctypes.c_void_p * len(rows))(*map(ctypes.addressof, rows)),
-        words(sizes),
-    )
+    function(blocks, threads, (ctypes.c_ulonglong * max(1, len(values)))(*values))

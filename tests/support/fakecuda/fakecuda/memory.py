@@ -336,9 +336,10 @@ def can_reach(device: int, other: int) -> bool:
 
 
 def uuid(device: int) -> bytes:
-    """Of a device of this process. Shorter than 16 bytes for some, as cupy cuts it off at the first zero."""
+    """Of a device of this process, as a string of C: it ends at the first zero, or else runs on past its 16 bytes into
+    what lies behind them, which nobody defines."""
     whole = sha256(f"{socket.gethostname()} {visible()[device]}".encode()).digest()[:16]
-    return whole.partition(b"\0")[0]
+    return (whole + f"{os.getpid():x}".encode()).partition(b"\0")[0]
 
 
 def _handle(*parts: object) -> bytes:

@@ -30,6 +30,8 @@ cudaErrorStreamCaptureUnsupported = errors.CAPTURE_UNSUPPORTED
 cudaErrorStreamCaptureImplicit = errors.CAPTURE_IMPLICIT
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 
+MOST_BLOCKS, MOST_THREADS = 2**31 - 1, 1024
+
 _LONGEST_PITCH = 2**31 - 1
 
 

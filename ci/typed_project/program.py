@@ -1,0 +1,58 @@
+"""A program that uses the API with types, for mypy and pyright in their strict modes: ci/release.sh checks and runs it.
+
+It has calls of each kind once. `assert_type` states the type that a checker must infer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import assert_type
+
+import mpicoll
+
+Vector = NDArray[np.float64]
+
+
+def average(x: Vector) -> Vector:
+    result = mpicoll.allreduce(x, "avg")
+    assert_type(result, Vector)
+    return result
+
+
+def exchange(world: mpicoll.Communicator, x: Vector) -> Vector:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    received: Vector = mpicoll.sendrecv(x, right, left)
+    return received
+
+
+def main() -> None:
+    world = mpicoll.world()
+    assert_type(world, mpicoll.Communicator)
+    x: Vector = np.full(4, float(world.rank))
+    mean = average(x)
+    blocks = mpicoll.gather(x)
+    request = mpicoll.iallreduce(x, "max")
+    largest = request.wait()
+    settings: dict[str, Any] = mpicoll.bcast_object({"rate": 0.1} if world.rank == 0 else None)
+    plan = mpicoll.allreduce_init(x, "sum", out=x)
+    plan()
+    half = world.split(world.rank % 2)
+    assert half is not None  # it is None where a rank passes no color
+    received = exchange(world, x)
+    mpicoll.barrier(comm=half)
+    try:
+        mpicoll.allreduce(x, algorithm="unknown")
+    except mpicoll.AlgorithmError:
+        if world.rank == 0:
+            assert blocks is not None
+            print(mean.tolist(), float(np.max(largest)), settings["rate"], received[0], blocks.shape)
+    else:
+        raise AssertionError
+    half.free()
+
+
+if __name__ == "__main__":
+    main()

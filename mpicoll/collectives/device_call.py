@@ -1,0 +1,229 @@
+"""Repeated calls on arrays of a device: what was bound for one call serves arrays of the same kind at other addresses.
+
+Nothing here keeps memory of the caller: what is bound works on addresses, and the arrays live as long as a call runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpicoll.buffers.buffer import DEVICE_LIBRARIES, DeviceLibrary
+from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, view
+from mpicoll.engine import dispatch
+from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation, Prepare
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.dispatch import Task
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
+from mpicoll.engine.selection.selector import get_forced_rules
+
+_MAX_VIEWS = 64
+"""Maximum number of addresses whose views a call keeps: those of the arrays that a program uses in turn."""
+
+
+class _Views:
+    """Arrays like `array` at other addresses, without owners."""
+
+    __slots__ = ("_device", "_dtype", "_known", "_shape", "nbytes")
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._device = array.on
+        self._shape = array.shape
+        self._dtype = array.dtype
+        self._known: dict[int, DeviceArray] = {}
+        self.nbytes = array.nbytes
+
+    def at(self, address: int) -> DeviceArray:
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= _MAX_VIEWS:
+                self._known.clear()
+            found = self._known[address] = view(self._device, address, self._shape, self._dtype)
+        return found
+
+
+class DeviceCall:
+    """A call that was bound on a device, for memory at any addresses: `source` and `target`, 0 for what it lacks.
+
+    `make_result` makes an array for the result; None if the call has none on this rank. `call` describes the call.
+    """
+
+    __slots__ = ("_collective", "_device", "_sources", "_targets", "call", "make_result")
+
+    def __init__(
+        self,
+        device: Device,
+        arrays: CollectiveArrays,
+        collective: SharedMemoryCollective,
+        call: Call,
+        make_result: Callable[[], Any] | None,
+    ) -> None:
+        self._device = device
+        self._collective = collective
+        self._sources = _Views(arrays.source) if isinstance(arrays.source, DeviceArray) else None
+        self._targets = _Views(arrays.target) if isinstance(arrays.target, DeviceArray) else None
+        self.call = call
+        self.make_result = make_result
+
+    def overlap(self, source: int, target: int) -> bool:
+        """Return True if input and output share some of their memory, but are not the same."""
+        if self._sources is None or self._targets is None or source == target:
+            return False
+        return source < target + self._targets.nbytes and target < source + self._sources.nbytes
+
+    def record(self, stream: int) -> StreamEvent | None:
+        """Record an event on the caller's stream, in the caller's thread, for :meth:`run`; None if it is captured."""
+        return self._device.record_caller(stream)
+
+    def run(self, source: int, target: int, event: StreamEvent) -> None:
+        """Carry out the call in queue order, on memory that may be touched when `event` is done."""
+        sources, targets, device = self._sources, self._targets, self._device
+        with device.working((event,)):
+            self._collective(
+                None if sources is None else sources.at(source),
+                None if targets is None else targets.at(target),
+                do_nothing,
+                device.synchronize,
+            )
+        device.reuse_event(event)
+
+
+class DeviceArguments:
+    """The arrays of a call on a device: their addresses `source` and `target` (0: there is none), their `library` and
+    the `index` of their device. `cached` is what is cached under `key` for calls on arrays of these kinds: None for the
+    first one, True for the second, False if each call is prepared again."""
+
+    __slots__ = ("cached", "index", "key", "library", "source", "target")
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        cached: DeviceCall | bool | None,
+        library: DeviceLibrary,
+        index: int,
+        source: int,
+        target: int,
+    ) -> None:
+        self.key = key
+        self.cached = cached
+        self.library = library
+        self.index = index
+        self.source = source
+        self.target = target
+
+
+def find_arguments(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> DeviceArguments | None:
+    """Return the arrays of a call; None if they are not contiguous memory of one device, or nothing may be cached."""
+    observer = comm.queue.observer
+    if observer is not None and observer.needs_every_operation:
+        return None
+    places: list[Any] = []
+    for array in (x, out):
+        library = None if array is None else DEVICE_LIBRARIES.get(type(array))
+        place = (None, 0) if array is None else None if library is None else library.find_place(array)
+        if place is None:
+            return None
+        places.append(place)
+    (kind, source), (into, target) = places
+    library, index, *_ = kind or into
+    if kind is not None and into is not None and kind[:2] != into[:2]:
+        return None
+    whole = (*key, kind, into, source == target, get_forced_rules())
+    try:
+        cached = comm.call_cache.get(whole)
+    except TypeError:
+        return None
+    if type(cached) is DeviceCall and cached.overlap(source, target):
+        cached = False
+    return DeviceArguments(whole, cached, library, index, source, target)
+
+
+def call(comm: CommunicatorCore, arguments: DeviceArguments, name: str, x: Any, out: Any, prepare: Prepare) -> Any:
+    """Carry out the call `name` on arrays with these `arguments`, and return its result."""
+    cached = arguments.cached
+    if type(cached) is DeviceCall:
+        value, target = out, arguments.target
+        if out is None and cached.make_result is not None:
+            value = cached.make_result()
+            target = _find_address(arguments.library, value)
+        event = cached.record(arguments.library.current_stream(arguments.index))
+        if event is not None:
+            try:
+                comm.queue.run(cached.run, cached.call, arguments.source, target, event)
+            except BaseException:
+                comm.call_cache.pop(arguments.key, None)
+                raise
+            return value
+    operation = prepare(x=x, out=out)
+    value = dispatch.run(operation)
+    _cache(operation, arguments, name, value)
+    return value
+
+
+def make_task(
+    comm: CommunicatorCore, arguments: DeviceArguments, name: str, x: Any, out: Any, prepare: Prepare
+) -> Task:
+    """Return the task of such a call, whose result is written to `out`, or which has none on this rank."""
+    cached = arguments.cached
+    event = None
+    if type(cached) is DeviceCall:
+        event = cached.record(arguments.library.current_stream(arguments.index))
+    if type(cached) is not DeviceCall or event is None:
+        operation = prepare(x=x, out=out)
+        task = dispatch.make_task(operation)
+        task.call.name = name
+        _cache(operation, arguments, name, out)
+        return task
+    bound, source, target = cached, arguments.source, arguments.target
+
+    def run(kept: tuple[Any, Any] = (x, out)) -> None:
+        try:
+            bound.run(source, target, event)
+        except BaseException:
+            comm.call_cache.pop(arguments.key, None)
+            raise
+
+    return Task(run, cached.call)
+
+
+def _cache(operation: Operation, arguments: DeviceArguments, name: str, value: Any) -> None:
+    """Bind the call described by `operation`, with the result `value`, and cache it, from the second call on: calls
+    whose sizes always differ are not bound."""
+    if arguments.cached is False:
+        return
+    bound = True if arguments.cached is None else _bind(operation, arguments, name, value)
+    operation.comm.cache_call(arguments.key, bound)
+
+
+def _bind(operation: Operation, arguments: DeviceArguments, name: str, value: Any) -> DeviceCall | bool:
+    """Return what is bound for calls like `operation`: False if each has to be prepared, True if that is not known
+    yet."""
+    device, library = operation.on, arguments.library
+    description = operation.describe("")
+    # Ranks that prepare the call sign it without the algorithm, and compare rows by themselves.
+    if device is None or description.arrivals:
+        return False
+    bound = dispatch.bind_repeated_on_device(operation, device)
+    if isinstance(bound, bool):
+        return bound
+    choice, arrays, collective = bound
+    target = 0 if value is None else _find_address(library, value)
+    if not (_lies_at(arrays.source, arguments.source) and _lies_at(arrays.target, target)):
+        return False
+    description.sign()
+    description.algorithm = choice.name
+    description.name = name
+    place = None if value is None or arguments.target else library.find_place(value)
+    return DeviceCall(device, arrays, collective, description, None if place is None else library.bind_empty(place[0]))
+
+
+def _find_address(library: DeviceLibrary, array: Any) -> int:
+    place = library.find_place(array)
+    return 0 if place is None else place[1]
+
+
+def _lies_at(array: Any, address: int) -> bool:
+    """Return True if there is no array, or it begins at that address, and is the caller's memory."""
+    return array is None or (isinstance(array, DeviceArray) and array.address == address)

@@ -1,0 +1,97 @@
+"""Blocking messages that the extension carries out, because they are like earlier ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from mpicoll.buffers.recognise import bind_empty
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.queue_errors import describe_error
+from mpicoll.engine.diagnostics.flight_recorder import Call, EntryTuple, Group, sinks
+from mpicoll.errors import TruncationError
+from mpicoll.transport.base import Envelope, Route, truncation_error
+
+SIZE_REMEDY = (
+    "sender and receiver must agree on the size; mpicoll.probe returns the size of a message before it is received"
+)
+
+_MAX_BYTES = 2**31 - 1
+"""Size of the largest message that is one block for MPI."""
+
+
+def repeat_send(comm: CommunicatorCore, x: Any, dest: int, tag: int, call: Call) -> None:
+    """Have the extension carry out later sends like `call`, of arrays like `x`."""
+    if dest != comm.rank:  # where an error is raised unless a receive has been posted
+        _repeat(comm, ("send", dest, tag), x, None, call, Route(dest, tag), None)
+
+
+def repeat_recv(comm: CommunicatorCore, x: Any, out: Any, source: int | None, tag: int | None, call: Call) -> None:
+    """Have the extension carry out later receives like `call`, of arrays like `x` or into arrays like `out`."""
+    _repeat(comm, ("recv", source, tag, None), x, x if out is None else out, call, None, Route(source, tag))
+
+
+def repeat_sendrecv(
+    comm: CommunicatorCore,
+    sent: tuple[Any, int, int],
+    received: tuple[Any, int | None, int | None],
+    call: Call,
+) -> None:
+    """Have the extension carry out later exchanges like `call`. Its arguments are those of
+    :func:`~mpicoll.collectives.message_buffers.repeat_exchange`."""
+    (x, dest, sendtag), (out, source, recvtag) = sent, received
+    key = "sendrecv", dest, source, sendtag, recvtag, None, None
+    _repeat(comm, key, x, x if out is None else out, call, Route(dest, sendtag), Route(source, recvtag))
+
+
+def _repeat(
+    comm: CommunicatorCore,
+    key: tuple[Any, ...],
+    x: Any,
+    result: Any,
+    call: Call,
+    sent: Route | None,
+    received: Route | None,
+) -> None:
+    if comm.queue.calls is None or max(one.nbytes for one in (x, result) if one is not None) > _MAX_BYTES:
+        return
+    # Not the communicator: the queue, which refers to this, must not keep it.
+    conclude = partial(_conclude_failure, comm.queue.group, 0 if result is None else result.nbytes)
+    active = None if comm.watch is None else comm.watch.active
+    carrier = comm.transport.bind_messages(sent, received, active, conclude)
+    if carrier is not None:
+        make_result = None if result is None or x is None else bind_empty(result)
+        comm.queue.add_call(key, x, result, make_result, carrier, call, in_place=False)
+
+
+def _conclude_failure(
+    group: Group, size: int, entry: EntryTuple, error: Exception | None, message: Envelope
+) -> Exception:
+    """Record that the operation of `entry` has failed, and return the exception to raise: `error` or, if that is None,
+    one for a `message` of another size than `size`."""
+    call = entry[2].parts[-1] if entry[2].parts else entry[2]
+    shown = size_error(group, call, call.name, message, size) if error is None else error
+    sinks.emit((entry, monotonic(), describe_error(shown)))
+    return shown
+
+
+def size_error(group: Group, call: Call, name: str, message: Envelope, size: int) -> TruncationError:
+    """Return the error for a `message` that was received by `call`, of `name`, where `size` bytes were expected."""
+    if message.nbytes > size:
+        return explain_truncation(group, call, truncation_error(group.rank, message, size))
+    return TruncationError(
+        f"{name}: a message of {message.nbytes} bytes from rank {message.source} (tag {message.tag})"
+        f" arrived where {size} bytes, shape {call.shape} of dtype"
+        f" {call.dtype}, were expected (rank {group.rank} of {len(group.members)});"
+        f" {SIZE_REMEDY}"
+    )
+
+
+def explain_truncation(group: Group, call: Call, error: TruncationError) -> TruncationError:
+    """Return the error for a message that was too large for `call`, with its cause `error`."""
+    shown = TruncationError(
+        f"{call} on {group.name}, rank {group.rank} of {len(group.members)}: {error}; {SIZE_REMEDY}"
+    )
+    shown.__cause__ = error
+    return shown

@@ -1,0 +1,174 @@
+"""Steps of schedules with large messages, in pieces: which messages each has, and which it has to wait for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpicoll.engine.executors.bound_schedule import ChunkMap, Extent, get_piece_size
+from mpicoll.schedules import Recv, Round, Schedule, Send
+
+_INCOMING = -1
+"""The region of extents in the memory for what is received to be reduced."""
+
+_PART_OF_PIECE = 4096
+"""The first piece of a message lacks such a part of a piece for each piece of the message."""
+
+
+class Part(NamedTuple):
+    """A piece of a message."""
+
+    step: int
+    """The step of its round that it is in."""
+    peer: int
+    sends: bool
+    runs: list[Extent]
+    """The memory; none for a token."""
+    incoming: Extent | None
+    """The memory that it is received into if it is to be reduced."""
+
+
+class Step(NamedTuple):
+    """The k-th pieces of the messages of a round."""
+
+    round: int
+    piece: int
+    pieces: int
+    needs: int
+    """Number of steps that must have ended before it is posted."""
+    parts: tuple[Part, ...]
+    local: bool
+    """True if it ends with the local steps of the round."""
+
+
+@lru_cache(maxsize=64)
+def lay_out(schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int) -> tuple[Step, ...]:
+    """Return the steps of `schedule` for regions with these `offsets` and elements of `itemsize` bytes.
+
+    They don't depend on the memory, so calls of one kind share them: making them takes longer than a piece travels.
+    """
+    return tuple(_Layout(schedule, offsets, itemsize).make_steps())
+
+
+class _Layout:
+    """Makes the steps of a schedule."""
+
+    def __init__(self, schedule: Schedule, offsets: Sequence[Sequence[int]], itemsize: int) -> None:
+        self._schedule = schedule
+        self._chunks = ChunkMap(offsets)
+        self._itemsize = itemsize
+
+    def make_steps(self) -> list[Step]:
+        steps: list[Step] = []
+        earlier: list[tuple[int, int, int, int]] = []
+        before = blocked = 0
+        for number, one in enumerate(self._schedule.rounds):
+            parts = list(self._make_parts(one))
+            # Local steps, and messages that only synchronise, may concern any memory.
+            opaque = bool(one.then) or any(not message.chunks for message in list_messages(one))
+            if opaque or not _are_separate(parts):
+                parts = [part._replace(step=0) for part in parts]
+            pieces = max((part.step + 1 for part in parts), default=int(bool(one.then)))
+            if not pieces:
+                continue
+            by_step: list[list[Part]] = [[] for _ in range(pieces)]
+            for part in parts:
+                by_step[part.step].append(part)
+            first = len(steps)
+            for at, own in enumerate(by_step):
+                # Only the round before may be in progress, and it has to use other memory.
+                used = [extent for part in own for extent in _get_extents(part)]
+                needs = first if opaque else max(blocked, before, _find_last(earlier, used))
+                local = bool(one.then) and at == pieces - 1
+                steps.append(Step(number, at, pieces, needs, tuple(own), local))
+            earlier = sorted((*extent, first + part.step + 1) for part in parts for extent in _get_extents(part))
+            before = first
+            if opaque:
+                blocked = len(steps)
+        return steps
+
+    def _make_parts(self, one: Round) -> Iterator[Part]:
+        """Yield the pieces of all messages of a round. Two messages to one rank are in steps one after the other, since
+        the rank may receive them in different rounds."""
+        used = 0
+        next_step: dict[tuple[int, bool], int] = {}
+        for message in list_messages(one):
+            receives = isinstance(message, Recv)
+            peer = message.source if isinstance(message, Recv) else message.to
+            reduce = isinstance(message, Recv) and message.reduce
+            step = next_step.get((peer, receives), 0)
+            for runs in self._cut(message.chunks):
+                incoming = None
+                if reduce and runs:
+                    size = sum(stop - start for _, start, stop in runs)
+                    incoming = (_INCOMING, used, used + size)
+                    used += size
+                yield Part(step, peer, not receives, runs, incoming)
+                step += 1
+            next_step[peer, receives] = step
+
+    def _cut(self, chunks: Sequence[int]) -> Iterator[list[Extent]]:
+        """Yield the memory of the pieces of a message with `chunks`; that of a token is one piece without memory.
+
+        The first piece is smaller, the more the more pieces there are: so ranks that disagree about the size of the
+        message get an error also where it is a multiple of that of the pieces.
+        """
+        if not chunks:
+            yield []
+            return
+        nbytes = self._chunks.count(chunks) * self._itemsize
+        nbytes_of_piece = get_piece_size(nbytes)
+        size = max(1, nbytes_of_piece // self._itemsize)
+        piece: list[Extent] = []
+        room = size
+        if nbytes > nbytes_of_piece:
+            room -= -(-nbytes // nbytes_of_piece) * (size // _PART_OF_PIECE)
+        for number, start, stop in self._chunks.find_runs(chunks):
+            while start < stop:
+                end = min(stop, start + room)
+                piece.append((number, start, end))
+                room -= end - start
+                start = end
+                if not room:
+                    yield piece
+                    piece, room = [], size
+        if piece:
+            yield piece
+
+
+def list_messages(one: Round) -> list[Send | Recv]:
+    return [*one.recvs, *one.sends]
+
+
+def _get_extents(part: Part) -> list[Extent]:
+    return part.runs if part.incoming is None else [*part.runs, part.incoming]
+
+
+def _are_separate(parts: Sequence[Part]) -> bool:
+    """Return True if no part writes to memory that a part of another step of the round uses."""
+    extents = sorted((*extent, part.step, not part.sends) for part in parts for extent in part.runs)
+    active: list[tuple[int, int, bool]] = []
+    region = 0
+    for number, start, stop, step, writes in extents:
+        active = [one for one in active if one[0] > start] if number == region else []
+        if any(other != step and (writes or written) for _, other, written in active):
+            return False
+        region = number
+        active.append((stop, step, writes))
+    return True
+
+
+def _find_last(earlier: Sequence[tuple[int, int, int, int]], own: Sequence[Extent]) -> int:
+    """Return the largest last item of those in `earlier`, sorted extents with a further item, that overlap one of
+    `own`; 0 if there are none."""
+    longest = max((stop - start for _, start, stop, _ in earlier), default=0)
+    last = 0
+    for region, start, stop in own:
+        for number, begin, end, item in reversed(earlier[: bisect_left(earlier, (region, stop))]):
+            if number != region or begin <= start - longest:
+                break
+            if end > start:
+                last = max(last, item)
+    return last

@@ -1,0 +1,282 @@
+"""Collectives of neighbours against an oracle that knows all ranks' data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import fake_cuda
+from support.device_bodies import Cupy
+from support.ranks import Ranks
+
+import mpicoll
+from mpicoll import PROC_NULL
+
+DTYPES = ["float64", "float16", "bool", "complex64", "S5", "i1"]
+
+
+def block(rank: int, k: int, rows: int, dtype: Any = "float64") -> np.ndarray:
+    """The k-th block that `rank` sends."""
+    return (np.arange(2 * rows).reshape(rows, 2) + 10 * k + 100 * rank).astype(dtype)
+
+
+def grids(size: int) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    dims = [dims for count in (1, 2) for dims in product(range(1, size + 1), repeat=count) if prod(dims) == size]
+    return [(one, periods) for one in dims for periods in product((False, True), repeat=len(one))]
+
+
+def arrivals(grid: mpicoll.CartesianCommunicator) -> list[tuple[int, int] | None]:
+    """For each block that this rank receives, its sender and its number there; None beyond a border."""
+    found: list[tuple[int, int] | None] = []
+    for axis in range(len(grid.dims)):
+        before, behind = grid.shift(axis)
+        found.append(None if before == PROC_NULL else (before, 2 * axis + 1))
+        found.append(None if behind == PROC_NULL else (behind, 2 * axis))
+    return found
+
+
+def check_grid(grid: mpicoll.CartesianCommunicator) -> None:
+    number, expected = 2 * len(grid.dims), arrivals(grid)
+    dtypes = DTYPES if all(grid.periods) else []
+    for dtype, rows in [*((one, 2) for one in dtypes), ("float64", 0), ("float64", 5000)]:
+        x = np.concatenate([block(grid.rank, k, rows, dtype) for k in range(number)])
+        want = np.concatenate(
+            [np.zeros((rows, 2), dtype) if one is None else block(*one, rows, dtype) for one in expected]
+        )
+        before = x.copy()
+        np.testing.assert_array_equal(mpicoll.neighbor_alltoall(x, comm=grid), want)
+        np.testing.assert_array_equal(x, before)
+        np.testing.assert_array_equal(mpicoll.ineighbor_alltoall(x, comm=grid).wait(), want)
+        mine = block(grid.rank, 0, rows, dtype)
+        want = np.concatenate(
+            [np.zeros((rows, 2), dtype) if one is None else block(one[0], 0, rows, dtype) for one in expected]
+        )
+        np.testing.assert_array_equal(mpicoll.neighbor_allgather(mine, comm=grid), want)
+        np.testing.assert_array_equal(mpicoll.neighbor_allgather(mine, comm=grid, timeout=20.0), want)
+        np.testing.assert_array_equal(mpicoll.ineighbor_allgather(mine, comm=grid).wait(), want)
+
+
+def test_grids(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for dims, periods in grids(world.size):
+            with world.cart(dims, periods) as grid:
+                check_grid(grid)
+        part = world.split(world.rank % 2, -world.rank)
+        assert part is not None
+        with part.cart([part.size], True) as grid, grid.sub([True]) as line:
+            check_grid(grid)
+            check_grid(line)
+        part.free()
+
+    ranks(body)
+
+
+def edges(size: int, seed: int) -> list[tuple[int, int]]:
+    """Random edges, some of them several times, some from a rank to itself."""
+    rng = np.random.default_rng(seed)
+    return [tuple(map(int, rng.integers(size, size=2))) for _ in range(3 * size)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_graphs_with_counts(ranks: Ranks, seed: int) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        rank = world.rank
+        all_edges = edges(world.size, seed)
+        outgoing = [[dest for source, dest in all_edges if source == one] for one in range(world.size)]
+        incoming = [source for source, dest in all_edges if dest == rank]
+        # The n-th edge between two ranks, in the order of either.
+        seen: dict[int, int] = defaultdict(int)
+        senders = []
+        for source in incoming:
+            places = [k for k, dest in enumerate(outgoing[source]) if dest == rank]
+            senders.append((source, places[seen[source]]))
+            seen[source] += 1
+        with world.graph(incoming, outgoing[rank]) as graph:
+
+            def rows(source: int, k: int) -> int:
+                return (3 * source + k + seed) % 4
+
+            send, recv = [rows(rank, k) for k in range(len(outgoing[rank]))], [rows(*one) for one in senders]
+            x = np.concatenate([np.empty((0, 2)), *(block(rank, k, n) for k, n in enumerate(send))])
+            want = np.concatenate([np.empty((0, 2)), *(block(*one, rows(*one)) for one in senders)])
+            np.testing.assert_array_equal(mpicoll.neighbor_alltoall(x, counts=(send, recv), comm=graph), want)
+            # Reversed columns, into an array of every second row.
+            out = np.full((2 * len(want), 2), -1.0)[::2]
+            flipped = np.asfortranarray(x)[:, ::-1]
+            assert mpicoll.neighbor_alltoall(flipped, counts=(send, recv), out=out, comm=graph) is out
+            np.testing.assert_array_equal(out, want[:, ::-1])
+            mine = block(rank, 0, rank + 1)
+            want = np.concatenate([np.empty((0, 2)), *(block(one, 0, one + 1) for one in incoming)])
+            counts = [one + 1 for one in incoming]
+            np.testing.assert_array_equal(mpicoll.neighbor_allgather(mine, counts=counts, comm=graph), want)
+
+    ranks(body)
+
+
+def test_ranks_without_neighbours(several: Ranks) -> None:
+    """A rank that only receives states the size of a block by its `out`, or by counts."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        rank, last = world.rank, world.size - 1
+        with world.graph([0] if rank == last else [], [last] if rank == 0 else []) as graph:
+            x = np.ones((3 if rank == 0 else 0, 2))
+            if rank == last:
+                with pytest.raises(mpicoll.ShapeError, match="no destinations"):
+                    mpicoll.neighbor_alltoall(x, comm=graph)
+            out = np.zeros((3, 2)) if rank == last else None
+            found = mpicoll.neighbor_alltoall(x, out=out, comm=graph)
+            assert found.shape == ((3, 2) if rank == last else (0, 2))
+            assert found.all()
+            assert mpicoll.neighbor_allgather(rank, comm=graph).tolist() == ([0] if rank == last else [])
+
+    several(body)
+
+
+def test_blocks_beyond_a_border_stay(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size]) as line:
+            first, last = world.rank == 0, world.rank == world.size - 1
+            want = [7.0 if first else world.rank - 0.5, 7.0 if last else world.rank + 1.0]
+            x = np.array([world.rank, world.rank + 0.5])
+            for out in (np.full(2, 7.0), np.full(4, 7.0)[::2]):
+                mpicoll.neighbor_alltoall(x, out=out, comm=line)
+                assert out.tolist() == want
+            out = np.array([7.0, 7.0])
+            mpicoll.neighbor_allgather(np.float64(world.rank), out=out, comm=line)
+            assert out.tolist() == [7.0 if first else world.rank - 1, 7.0 if last else world.rank + 1]
+            # In place, where the border's blocks are those that were to be sent there.
+            mpicoll.neighbor_alltoall(x, out=x, comm=line)
+            assert x.tolist() == [
+                world.rank if first else world.rank - 0.5,
+                world.rank + 0.5 if last else world.rank + 1.0,
+            ]
+
+    ranks(body)
+
+
+def test_tensors(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size], periods=True) as ring:
+            found = mpicoll.neighbor_alltoall(torch.tensor([1, 2], dtype=torch.bfloat16) + world.rank, comm=ring)
+            assert found.dtype == torch.bfloat16
+            assert found.tolist() == [2 + (world.rank - 1) % world.size, 1 + (world.rank + 1) % world.size]
+
+    several(body)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_device_memory(several: Ranks, cuda: ModuleType, layout: str) -> None:
+    arrays = Cupy(cuda, played=fake_cuda.is_fake(cuda))
+
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size]) as line:
+            values = np.array([[1.0, 2.0], [3.0, 4.0]]) + 10 * world.rank
+            x = arrays.put(values) if layout == "contiguous" else arrays.put(np.repeat(values, 2, axis=1))[:, ::2]
+            out = arrays.put(np.full((2, 2), -1.0))
+            want = np.full((2, 2), -1.0)
+            if world.rank:
+                want[0] = [10 * world.rank - 7, 10 * world.rank - 6]
+            if world.rank < world.size - 1:
+                want[1] = [10 * world.rank + 11, 10 * world.rank + 12]
+            assert mpicoll.neighbor_alltoall(x, out=out, comm=line) is out
+            np.testing.assert_array_equal(arrays.get(out), want)
+            found = mpicoll.neighbor_alltoall(x, comm=line)
+            assert arrays.is_one(found)
+            np.testing.assert_array_equal(arrays.get(found), np.where(want == -1, 0, want))
+
+    several(body)
+    arrays.forget()
+
+
+def test_wrong_arguments(some: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        x = np.ones((2, 2))
+        for call in (mpicoll.neighbor_allgather, mpicoll.neighbor_alltoall, mpicoll.exchange_halo):
+            with pytest.raises(mpicoll.CommunicatorError, match="have no neighbours; pass comm="):
+                call(x)
+        with world.cart([world.size], periods=True) as ring:
+            rank = f"rank {world.rank} of {world.size}"
+            for arguments in (
+                {"x": np.ones(3)},
+                {"x": np.ones(()), "out": np.ones(2)},
+                {"x": x, "counts": [1, 1, 1]},
+                {"x": x, "counts": ([1], [1, 1])},
+                {"x": x, "counts": ([1, 1], [1, -1])},
+                {"x": x, "counts": ([1, 2], [1, 1])},
+                {"x": x, "counts": ([1, 1], [1, 0.5])},
+                {"x": x, "out": np.ones((3, 2))},
+            ):
+                with pytest.raises(mpicoll.ShapeError, match=rf"neighbor_alltoall: .*\({rank}\)"):
+                    mpicoll.neighbor_alltoall(comm=ring, **arguments)  # type: ignore[arg-type]
+            for counts in ([1], [1, -2], 2, [1, "a"]):
+                with pytest.raises(mpicoll.ShapeError, match=rf"neighbor_allgather: counts .*\({rank}\)"):
+                    mpicoll.neighbor_allgather(x, counts=counts, comm=ring)  # type: ignore[arg-type]
+            with pytest.raises(mpicoll.DTypeError):
+                mpicoll.neighbor_allgather([1, 2], comm=ring)
+            with pytest.raises(mpicoll.DTypeError):
+                mpicoll.neighbor_allgather(x, out=np.ones((4, 2), "f4"), comm=ring)
+            with pytest.raises(mpicoll.ArgumentError, match="timeout"):
+                mpicoll.neighbor_allgather(x, comm=ring, timeout=-1)
+            # No message has been sent.
+            assert mpicoll.neighbor_allgather(x, comm=ring).shape == (4, 2)
+
+    some(body)
+
+
+@contextmanager
+def collect(failures: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (mpicoll.MismatchError, mpicoll.TruncationError) as error:
+        failures.append(str(error))
+
+
+def test_ranks_that_disagree(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size], periods=True) as ring:
+            x = np.ones(2 + 2 * (world.rank == 0))
+            failures: list[str] = []
+            with collect(failures):
+                mpicoll.neighbor_alltoall(x, comm=ring)
+            # Without shared memory only the neighbours notice it.
+            assert failures or world.rank not in (0, 1, world.size - 1)
+            assert all("neighbor_alltoall" in one for one in failures)
+        with world.cart([world.size], periods=True) as ring, pytest.raises(mpicoll.MismatchError):
+            (mpicoll.neighbor_allgather if world.rank else mpicoll.neighbor_alltoall)(np.ones(2), comm=ring)
+        assert mpicoll.allreduce(1) == world.size
+
+    several(body)
+
+
+@pytest.mark.mpi
+def test_the_order_is_that_of_mpi() -> None:
+    from mpi4py import MPI
+
+    world = mpicoll.world()
+    for dims, periods in grids(world.size):
+        theirs = MPI.COMM_WORLD.Create_cart(dims, periods)
+        with world.cart(dims, periods) as grid:
+            x = np.concatenate([block(world.rank, k, 3) for k in range(2 * len(dims))])
+            want, out = np.zeros_like(x), np.zeros_like(x)
+            theirs.Neighbor_alltoall(x, want)
+            np.testing.assert_array_equal(mpicoll.neighbor_alltoall(x, out=out, comm=grid), want)
+            mine, every = x[:3].copy(), np.zeros_like(x)
+            theirs.Neighbor_allgather(mine, every)
+            np.testing.assert_array_equal(mpicoll.neighbor_allgather(mine, comm=grid), every)
+        theirs.Free()

@@ -1,0 +1,87 @@
+"""What collectives on a device cost: calls of CUDA, and how often the host waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cuda
+
+import mpicoll
+
+CALLS = 10
+
+WAITS = ("eventSynchronize", "streamSynchronize", "deviceSynchronize")
+
+BUDGETS = (
+    ("allreduce", "ipc", 17, 1),
+    ("allreduce", "shm_flat", 18, 2),
+    ("bcast", "ipc", 17, 1),
+)
+"""Collective, algorithm, and for each rank and call the maximum of CUDA's calls and of waits for the device."""
+
+
+@pytest.fixture
+def counted(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The calls of CUDA's runtime, of its driver and of kernels."""
+    from mpicoll.buffers.cuda import driver
+
+    if not fake_cuda.is_fake(cuda):
+        pytest.skip("the calls of cupy itself can't be counted")
+    counts: Counter[str] = Counter()
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    runtime = cuda.cuda.runtime
+    for name, function in list(vars(runtime).items()):
+        if callable(function) and name[0].islower() and not isinstance(function, type):
+            monkeypatch.setattr(runtime, name, count(name, function))
+    monkeypatch.setattr(cuda.RawKernel, "__call__", count("kernel", cuda.RawKernel.__call__))
+    real = driver.libcuda()
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            return count(name, getattr(real, name))
+
+    monkeypatch.setattr(driver, "libcuda", Driver)
+    return counts
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "calls", "waits"), BUDGETS)
+@pytest.mark.extension
+def test_budgets(
+    cuda: ModuleType, counted: Counter[str], collective: str, algorithm: str, calls: int, waits: int
+) -> None:
+    def main() -> None:
+        world = mpicoll.world()
+        x, out = cuda.asarray(np.ones(1000)), cuda.zeros(1000)
+        cuda.cuda.get_current_stream().synchronize()
+        call = getattr(mpicoll, collective)
+
+        def repeat(count: int) -> None:
+            for _ in range(count):
+                call(x, algorithm=algorithm, **({} if collective == "bcast" else {"out": out}))
+
+        repeat(3)
+        mpicoll.barrier()
+        if world.rank == 0:
+            counted.clear()
+        mpicoll.barrier()
+        repeat(CALLS)
+        mpicoll.barrier()
+        if world.rank == 0:
+            per_call = {name: count / CALLS / world.size for name, count in counted.items()}
+            assert sum(per_call.values()) <= calls, per_call
+            assert sum(per_call.get(name, 0) for name in WAITS) <= waits, per_call
+        mpicoll.barrier()
+
+    mpicoll.run_local(main, 2, timeout=60)
