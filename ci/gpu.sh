@@ -125,7 +125,8 @@ source ci/stages.sh
 wanted() { [[ ${#parts[@]} -eq 0 || " ${parts[*]} " == *" $1 "* ]]; }
 
 # The versions are the machine's own here, and what they warn of is no failure.
-pytest_on_gpu=(python -m pytest -q "$color" -p no:cacheprovider -W default tests/gpu)
+# Verbose, so that a run that is cut by its limit has named what failed.
+pytest_on_gpu=(python -m pytest -v "$color" -p no:cacheprovider -W default tests/gpu)
 
 # bench NAME N SECONDS ARGUMENTS...: a table of N ranks, and JSON.
 bench() {

@@ -72,7 +72,7 @@ def test_sweep(tmp_path: Path) -> None:
         assert ("copy" in timed) is (point["collective"] != "barrier")
         assert all(min(point["contestants"][name]["blocks"]) > 0 for name in timed)
     small, large = (one["contestants"]["mpicoll"]["takes"] for one in found["points"][:2])
-    assert (small, large) == ("shm_flat", "ipc")
+    assert (small, large) == ("ipc", "ipc")
     assert "allreduce, 2 ranks, float32 sum cuda cupy" in text
     assert "nccl: allreduce: algorithm 'nccl' can't serve this: ranks 0 and 1 share a device" in text
 

@@ -157,6 +157,19 @@ def _leave_out_first_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     _first_is_left_out(monkeypatch, CudaDevice, "synchronize")
 
 
+def _last_rank_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicoll.buffers.cuda.device import CudaDevice
+
+    _slow_end(monkeypatch)
+    synchronize = CudaDevice.synchronize
+
+    def wait(self: CudaDevice) -> None:
+        if not threading.current_thread().name.endswith(str(LAST)):
+            synchronize(self)
+
+    monkeypatch.setattr(CudaDevice, "synchronize", wait)
+
+
 def _first_mark_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.events import RecordedEvent
 
@@ -183,7 +196,8 @@ def _rows() -> Iterator[Any]:
     """Each algorithm, without a wait that it needs."""
     for way in (*SHARED, "ring", "recursive_doubling", "master_worker"):
         yield way, _never_ready
-    for way in SHARED:
+    yield "ipc", _last_rank_does_not_wait  # the first one on the device works for it
+    for way in ("shm_flat", "shm_pipelined"):
         yield way, _leave_out_first_synchronization
     for way in ("ring", "master_worker"):
         yield way, _first_mark_is_not_waited_for

@@ -143,6 +143,8 @@ class DeviceStreams:
         lane = self.thread_stream()
         with CurrentDevice(self.index), CurrentStream(lane.stream):
             memory = cupy.cuda.alloc(count * dtype.itemsize)
+        # Earlier work of this stream may still use memory of the pool: other streams and ranks wait for it.
+        lane.has_work = True
         return view(cast(Device, self), memory.ptr, (count,), dtype, owner=memory)
 
     def allocate_pinned(self, nbytes: int) -> Array:

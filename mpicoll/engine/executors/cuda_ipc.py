@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.buffers.device import DeviceArray
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arrays import displacements, do_nothing
+from mpicoll.engine.core.arrays import displacements
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
 from mpicoll.engine.executors.peer_memory import NO_LOCATION, Location, PeerMemory
-from mpicoll.engine.executors.slots import Move, get_share_offsets, make_moves, make_own_copy
+from mpicoll.engine.executors.slots import Move, get_share_offsets, make_moves
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Arena
@@ -38,14 +38,18 @@ def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec, *, repeated: boo
     """Return a function that carries out `spec` on device memory, by :meth:`Arena.run` inside of ``device.working``,
     each time that it is called. `repeated` states that it will be called often, on arrays without owners.
 
-    For vectors of n bytes on P ranks, in traffic of device memory, with two synchronisations each:
+    Processes take turns on a device, which takes hundreds of microseconds for each turn: on a device that several
+    ranks share, the first of them does the work of all.
 
-    * allreduce: each rank combines its share of all sources and writes it to all targets, in one device operation: n
-      read and n written per rank. An element is read and written by one rank alone, which reads it from all sources
-      before it writes it to any target; so the targets may be the sources.
-    * reduce: as allreduce, but to the root's target alone: n read and n/P written per rank.
-    * reduce_scatter: each rank combines its own block of all sources: n read and n/P written per rank.
-    * bcast, allgather, gather, scatter, alltoall: each rank fetches its result: as much read as written.
+    For vectors of n bytes on P ranks with W devices, in traffic of device memory, with two synchronisations each:
+
+    * allreduce: each working rank combines its share of all sources and writes it to all targets, in one device
+      operation: nP/W read and nP/W written. An element is read and written by one rank alone, which reads it from all
+      sources before it writes it to any target; so the targets may be the sources.
+    * reduce: as allreduce, but to the root's target alone: nP/W read and n/W written.
+    * reduce_scatter: each working rank combines the blocks of the ranks on its device: nP/W read and n/W written.
+    * bcast, allgather, gather, scatter, alltoall: each working rank fetches the results of the ranks on its device: as
+      much read as written.
 
     Reductions by an elementwise function of the caller need other methods where several ranks get the result: for
     allreduce each rank combines its share to its own target, and after one more synchronisation fetches the rest, 2n
@@ -66,28 +70,42 @@ class _PeerCollective:
         self._spec = spec
         self._repeated = repeated
         self._fused = None if spec.fold is None else spec.fold.fused
-        rank, size = arena.rank, arena.size
-        moves = make_moves(spec, rank, size) if spec.fold is None else []
-        self._copy_own = make_own_copy(moves, rank)
-        # The elements that this rank combines
-        shares = get_share_offsets(spec.counts[0], size, spec.dtype.itemsize)
-        self._share_range = shares[rank], shares[rank + 1]
-        everywhere = spec.collective == "allreduce"
-        if spec.collective == "reduce_scatter":
-            ends = displacements(spec.counts)
-            self._share_range = ends[rank], ends[rank + 1]
-        elif self._fused is None and not everywhere:
-            self._share_range = 0, spec.counts[0] if rank == spec.root else 0
-        if everywhere and self._fused is None:
-            moves = [Move(peer, low, low, shares[peer + 1] - low) for peer, low in enumerate(shares[:-1])]
+        rank, size, workers = arena.rank, arena.size, peers.workers
+        # The ranks for which this one works
+        self._clients = [one for one, worker in enumerate(workers) if worker == rank]
+        # The elements that each rank combines, for itself or for all ranks that get the result
+        self._shares = self._get_shares()
+        moves: list[tuple[int, Move]] = []
+        if spec.fold is None:
+            moves = [(one, move) for one in self._clients for move in make_moves(spec, one, size)]
+        elif spec.collective == "allreduce" and self._fused is None:
+            moves = [(rank, Move(peer, low, low, high - low)) for peer, (low, high) in enumerate(self._shares)]
+            moves = [(one, move) for one, move in moves if move.peer != rank]
         # The next rank first, so that not all ranks read from the same one.
-        theirs = [one for one in moves if one.peer != rank and one.count]
-        self._incoming_moves = sorted(theirs, key=lambda one: (one.peer - rank) % size)
-        self.steps = 3 if everywhere and self._fused is None else 2
-        # Other ranks write to the memory, or read it.
-        self._exports_target = everywhere or (
-            spec.collective == "reduce" and rank == spec.root and self._fused is not None
+        self._moves = sorted(
+            ((one, move) for one, move in moves if move.count), key=lambda one: (one[1].peer - one[0]) % size
         )
+        self.steps = 3 if spec.collective == "allreduce" and self._fused is None else 2
+        # Other ranks write to the memory, or read it.
+        self._exports_target = spec.collective == "allreduce"
+        if spec.collective == "reduce":
+            self._exports_target = rank == spec.root and self._fused is not None
+        elif spec.collective != "allreduce" and (spec.fold is None or self._fused is not None):
+            self._exports_target = workers[rank] != rank
+
+    def _get_shares(self) -> list[tuple[int, int]]:
+        spec, workers, nothing = self._spec, self._peers.workers, (0, 0)
+        ranks = range(self._arena.size)
+        if spec.fold is None:
+            return [nothing for _ in ranks]
+        if spec.collective == "reduce_scatter":
+            return list(pairwise(displacements(spec.counts)))
+        if spec.collective == "reduce" and self._fused is None:
+            return [(0, spec.counts[0]) if one == spec.root else nothing for one in ranks]
+        working = sorted(set(workers))
+        offsets = get_share_offsets(spec.counts[0], len(working), spec.dtype.itemsize)
+        by_worker = dict(zip(working, pairwise(offsets), strict=True))
+        return [by_worker.get(one, nothing) for one in ranks]
 
     def run(self, source: Any, target: Any) -> None:
         """Carry out the collective on this rank's flat input and output."""
@@ -106,9 +124,9 @@ class _PeerCollective:
         if exported is not source:
             peers.device.copy(exported, source)
         result, to = target, NO_LOCATION
-        if self._exports_target:
+        if self._exports_target and target is not None:
             # In place, both buffers have the same substitute.
-            in_place = source is not None and target.address == source.address
+            in_place = source is not None and (target.address, target.size) == (source.address, source.size)
             result, to = (exported, at) if in_place else peers.export_buffer(_TARGET, target)
         arena.post(peers.has_unpublished, *at, *to)
         arena.sync()
@@ -130,7 +148,7 @@ class _PeerCollective:
         if fold is not None and self._fused is None:
             return partial(self._reduce, fold, sources, targets, source, target)
         bind = (
-            partial(self._bind_moves, sources, source, target)
+            partial(self._bind_moves, sources, targets, source, target)
             if fold is None
             else partial(self._bind_reduction, sources, targets, source, target)
         )
@@ -139,71 +157,65 @@ class _PeerCollective:
         addresses = [0 if one is None else one.address for one in (source, target)]
         return self._peers.get_bound((self, *addresses, *sources, *targets), bind)
 
-    def _bind_moves(self, places: Sequence[Location], source: Any, target: Any) -> Callable[[], None]:
-        """Return the function that fetches this rank's result, and copies its own part of it."""
-        copies = [
-            self._peers.device.bind_copy(target[one.to : one.to + one.count], there)
-            for one, there in self._get_incoming(places)
-        ]
-        own = partial(self._copy_own, source, target)
-        return partial(_call_each, [*copies, own])
+    def _bind_moves(
+        self, sources: Sequence[Location], targets: Sequence[Location], source: Any, target: Any
+    ) -> Callable[[], None]:
+        """Return the function that fetches the results of the ranks for which this one works."""
+        copies = []
+        for one, move in self._moves:
+            there = self._get_part(move.peer, sources, source, move.start, move.count)
+            here = self._get_part(one, targets, target, move.to, move.count)
+            if here.address != there.address:
+                copies.append(self._peers.device.bind_copy(here, there))
+        return partial(_call_each, copies)
 
-    def _get_incoming(self, places: Sequence[Location]) -> list[tuple[Move, DeviceArray]]:
-        """Return the moves from other ranks, and their data there."""
-        return [
-            (one, self._peers.get_view(one.peer, places[one.peer], one.start, one.count, self._spec.dtype))
-            for one in self._incoming_moves
-        ]
+    def _get_part(self, rank: int, places: Sequence[Location], own: Any, start: int, count: int) -> Any:
+        """Return `count` elements, from `start` on, of the buffers of a rank, which lie at `places`."""
+        if rank == self._arena.rank:
+            return own[start : start + count]
+        return self._peers.get_view(rank, places[rank], start, count, self._spec.dtype)
 
     def _bind_reduction(
         self, sources: Sequence[Location], targets: Sequence[Location], source: Any, target: Any
     ) -> Callable[[], None]:
-        """Return the function that combines this rank's share, where one piece of work does all."""
-        low, high = self._share_range
-        if low == high:
-            return do_nothing
+        """Return the function that combines what this rank has to combine, each share by one piece of work."""
         assert self._fused is not None
         op, dtype = self._fused
-        parts, outs = self._get_operands(sources, source), self._get_targets(targets, target)
-        return self._peers.device.bind_fold(op, parts, outs, dtype)
+        spec, rank = self._spec, self._arena.rank
+        if spec.collective == "reduce_scatter":
+            shares = [(*self._shares[one], 0, [one]) for one in self._clients]
+        else:
+            low, high = self._shares[rank]
+            shares = [(low, high, low, [spec.root] if spec.collective == "reduce" else list(range(self._arena.size)))]
+        folds = []
+        for low, high, to, receivers in shares:
+            if low < high:
+                parts = [self._get_part(one, sources, source, low, high - low) for one in range(self._arena.size)]
+                outs = [self._get_part(one, targets, target, to, high - low) for one in receivers]
+                folds.append(self._peers.device.bind_fold(op, parts, outs, dtype))
+        if len(folds) == 1:
+            return folds[0]
+        return partial(_call_each, folds)
 
     def _reduce(
         self, fold: Fold, sources: Sequence[Location], targets: Sequence[Location], source: Array, target: Any
     ) -> None:
         """Combine this rank's share by a function of the caller, and fetch the shares of the others."""
-        low, high = self._share_range
+        low, high = self._shares[self._arena.rank]
         everywhere = self._spec.collective == "allreduce"
         if low < high:
-            fold(self._get_operands(sources, source), target[low:high] if everywhere else target)
+            parts = [self._get_part(one, sources, source, low, high - low) for one in range(self._arena.size)]
+            # Functions of the caller's libraries take no arrays of several devices.
+            parts = [
+                part if one == self._arena.rank else self._peers.copy_if_remote(one, sources[one], part)
+                for one, part in enumerate(parts)
+            ]
+            fold(parts, target[low:high] if everywhere else target)
         if everywhere:
             self._arena.sync()
-            for one, there in self._get_incoming(targets):
-                self._peers.device.copy(target[one.to : one.to + one.count], there)
-
-    def _get_operands(self, places: Sequence[Location], own: Array) -> list[Any]:
-        """Return the elements of all ranks' inputs that this rank combines."""
-        low, high = self._share_range
-        parts: list[Any] = []
-        for rank, place in enumerate(places):
-            if rank == self._arena.rank:
-                parts.append(own[low:high])
-                continue
-            part = self._peers.get_view(rank, place, low, high - low, self._spec.dtype)
-            # Functions of the caller's libraries take no arrays of several devices.
-            parts.append(self._peers.copy_if_remote(rank, place, part) if self._fused is None else part)
-        return parts
-
-    def _get_targets(self, places: Sequence[Location], own: Any) -> list[Any]:
-        """Return the targets for the elements that this rank combines."""
-        spec, rank = self._spec, self._arena.rank
-        low, high = self._share_range
-        if spec.collective == "reduce_scatter":
-            return [own]
-        receivers = [spec.root] if spec.collective == "reduce" else range(self._arena.size)
-        return [
-            own[low:high] if one == rank else self._peers.get_view(one, places[one], low, high - low, spec.dtype)
-            for one in receivers
-        ]
+            for _, move in self._moves:
+                there = self._get_part(move.peer, targets, target, move.start, move.count)
+                self._peers.device.copy(target[move.to : move.to + move.count], there)
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

@@ -94,7 +94,7 @@ class DeviceContext:
             *(one["aware"] for one in properties_by_rank if "aware" in one)
         )
         if self._ipc is None:
-            self._ipc = self._find_ipc_obstacle([one["no kernel"] for one in properties_by_rank])
+            self._ipc = self._find_ipc_obstacle(properties_by_rank)
         shared = max(Counter(one["device"] for one in properties_by_rank).values())
         self._models = " and ".join(sorted({one["model"] for one in properties_by_rank})) + f" shared by {shared}" * (
             shared > 1
@@ -114,16 +114,16 @@ class DeviceContext:
                 stacklevel=2,
             )
 
-    def _find_ipc_obstacle(self, kernel_failures: list[str | None]) -> str | None:
+    def _find_ipc_obstacle(self, properties_by_rank: list[dict[str, Any]]) -> str | None:
         """Return the reason why the ranks can't work in each other's device memory; None if they can. Collective."""
-        for rank, failure in enumerate(kernel_failures):
-            if failure is not None:
-                return f"rank {rank} of {self._size}: {failure}"
+        for rank, one in enumerate(properties_by_rank):
+            if one["no kernel"] is not None:
+                return f"rank {rank} of {self._size}: {one['no kernel']}"
         comm = self._comm()
         arena = None if comm is None else comm.arena()
         if arena is None:
             return "shared memory is not available"
-        self._peers = PeerMemory(self._transport, arena, self.device)
+        self._peers = PeerMemory(self._transport, arena, self.device, [one["device"] for one in properties_by_rank])
         return self._peers.check()
 
     def make_exchanger(self) -> Exchanger:

@@ -64,8 +64,11 @@ class PeerMemory:
     freed while it is open in another process; no rank accesses it any more then.
     """
 
-    def __init__(self, transport: Transport, arena: Arena, device: Device) -> None:
+    def __init__(self, transport: Transport, arena: Arena, device: Device, devices: Sequence[str]) -> None:
+        """`devices` are the identities of all ranks' devices."""
         self.device = device
+        self.workers = [devices.index(one) for one in devices]
+        """For each rank, the first rank on its device."""
         self._transport = transport
         self._rank = arena.rank
         # This rank's own allocations that the other ranks know, the most recently used last.

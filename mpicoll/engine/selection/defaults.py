@@ -15,9 +15,9 @@ DEFAULT_RULES = (
 """Rules for data on the host, unless others are forced or tuned."""
 
 DEVICE_RULES = (
-    "allreduce:0-4k:shm_flat,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,"
+    "allreduce:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,"
     "0-inf:hierarchical,2m-inf:ring;"
-    "reduce:0-4k:shm_flat,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,0-inf:hierarchical;"
+    "reduce:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,0-inf:hierarchical;"
     "reduce_scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:shm_pipelined,0-inf:hierarchical;"
     "bcast:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"
     "gather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"

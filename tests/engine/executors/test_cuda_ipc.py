@@ -36,16 +36,26 @@ MOVES = ("bcast", "allgather", "gather", "scatter", "alltoall")
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 
 
+SHARING: dict[str, Callable[[int], list[str]]] = {
+    "nobody": lambda size: [str(rank) for rank in range(size)],
+    "all": lambda size: ["one"] * size,
+    "in turns": lambda size: [str(rank % 2) for rank in range(size)],
+}
+"""The names of the ranks' devices: ranks work for those that have the same one."""
+
+SHARED = pytest.mark.parametrize("sharing", SHARING)
+
+
 class Node:
     """This rank, its device, and what it needs of the others."""
 
-    def __init__(self, coin: Any = None, devices: int = 1) -> None:
+    def __init__(self, coin: Any = None, devices: int = 1, sharing: str = "nobody") -> None:
         world = mpicoll.world()
         arena = world._core.arena()
         assert arena is not None
         self.transport, self.arena, self.rank, self.size = world._core.transport, arena, world.rank, world.size
         self.device: Any = Own(_device(world.rank % devices))
-        self.peers = PeerMemory(world._core.transport, arena, self.device)
+        self.peers = PeerMemory(world._core.transport, arena, self.device, SHARING[sharing](world.size))
         self._coin = coin
 
     def empty(self, count: int, dtype: Any) -> DeviceArray:
@@ -175,9 +185,10 @@ def _try_moves(node: Node, collective: str, n: int, kind: str, root: int, turns:
 
 
 @pytest.mark.parametrize("collective", MOVES)
-def test_moves(several: Ranks, collective: str) -> None:
+@SHARED
+def test_moves(several: Ranks, collective: str, sharing: str) -> None:
     def body() -> None:
-        node = Node()
+        node = Node(sharing=sharing)
         for n in (0, 1, 5, 64, 1000):
             for kind in _kinds(collective):
                 _try_moves(node, collective, n, kind, n % node.size)
@@ -241,9 +252,10 @@ KINDS = (
 
 
 @pytest.mark.parametrize("collective", REDUCTIONS)
-def test_reductions(several: Ranks, collective: str) -> None:
+@SHARED
+def test_reductions(several: Ranks, collective: str, sharing: str) -> None:
     def body() -> None:
-        node = Node()
+        node = Node(sharing=sharing)
         for number, (name, op) in enumerate(KINDS):
             n = (1000, 37, 0, 1, 64)[number % 5]
             for kind in _kinds(collective):
@@ -254,11 +266,12 @@ def test_reductions(several: Ranks, collective: str) -> None:
 
 
 @pytest.mark.parametrize("collective", REDUCTIONS)
-def test_functions_of_the_caller(several: Ranks, collective: str) -> None:
+@SHARED
+def test_functions_of_the_caller(several: Ranks, collective: str, sharing: str) -> None:
     """In the order of ranks: what is tried does not commute."""
 
     def body() -> None:
-        node = Node()
+        node = Node(sharing=sharing)
         for n in (0, 1, 50, 1000):
             for kind in _kinds(collective):
                 case = Case(node, collective, _counts(n, node.size, kind), n % node.size)
@@ -268,11 +281,12 @@ def test_functions_of_the_caller(several: Ranks, collective: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "user_first"])
-def test_in_place(several: Ranks, op: str) -> None:
+@SHARED
+def test_in_place(several: Ranks, op: str, sharing: str) -> None:
     """Where the result goes to the input's own memory, on all ranks or on some of them."""
 
     def body() -> None:
-        node = Node()
+        node = Node(sharing=sharing)
         for who in range(2**node.size):
             in_place = bool(who >> node.rank & 1)
             for collective in ("allreduce", "reduce"):
@@ -282,9 +296,10 @@ def test_in_place(several: Ranks, op: str) -> None:
     several(body)
 
 
-def test_results_have_the_same_bits_on_all_ranks(several: Ranks) -> None:
+@SHARED
+def test_results_have_the_same_bits_on_all_ranks(several: Ranks, sharing: str) -> None:
     def body() -> None:
-        node = Node()
+        node = Node(sharing=sharing)
         for name in ("float32", "bfloat16"):
             case = Case(node, "allreduce", [1003] * node.size)
             values = _stored(_operands(case, name, "sum")[node.rank])
@@ -449,8 +464,7 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
 
         node.device.bind_copy, node.device.synchronize = closing, looking
         node.run(Case(node, "bcast", [300]).spec(source.dtype), source if node.rank == 0 else None, target)
-        # The root takes nothing from others.
-        assert alive == [True] * (node.rank != 0)
+        assert alive == [True]
         assert all(one() is None for one in used)
         node.device.bind_copy, node.device.synchronize = bind_copy, synchronize
         np.testing.assert_array_equal(node.get(target), values[0])
@@ -611,12 +625,13 @@ def test_memory_that_no_rank_can_open_any_more(several: Ranks) -> None:
     several(body)
 
 
-def test_any_order_of_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+@SHARED
+def test_any_order_of_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch, sharing: str) -> None:
     """Collectives, sizes, dtypes, new and old memory as they come."""
     monkeypatch.setattr(peer_memory, "_VIEWS", 5)
 
     def body() -> None:
-        node = Node(random("coin", mpicoll.world().rank))
+        node = Node(random("coin", mpicoll.world().rank), sharing=sharing)
         memory = Memory(node)
         same = random("any order")
         for turn in range(60):

@@ -376,7 +376,7 @@ def test_the_record_names_the_memory_and_the_way(cuda: ModuleType) -> None:
         task = devices_task(cuda)
         assert str(task.call) == "allreduce(float64[3] on cuda, op=sum)"
         task()
-        assert str(task.call) == "allreduce(float64[3] on cuda, op=sum) by shm_flat"
+        assert str(task.call) == "allreduce(float64[3] on cuda, op=sum) by ipc"
 
     mpicoll.run_local(main, 2, timeout=60)
 

@@ -300,7 +300,7 @@ def test_tuned_for_devices() -> None:
     assert on("A shared by 2").startswith("double_tree: tuned for float on A shared by 2 on 4 ranks")
     # Not by what the host has, nor before the ranks have told each other.
     for other in ("A and B", "A shared by 4", None):
-        assert on(other) == "shm_flat: table, 0-4k"
+        assert on(other) == "ipc: table, 0-1m"
     with mpicoll.algorithms(allreduce="ipc"):
         assert on("A").startswith("ipc: forced")
 
