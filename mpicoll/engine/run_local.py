@@ -30,8 +30,9 @@ def run_local(
 
     Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks, except in threads
     that `function` starts, to which it must pass its communicator. The engine is the same as under MPI, except that
-    there are no native algorithms. When a rank is done, fails or is killed, waits of other ranks for it raise
-    RankFailed.
+    there are no native algorithms. If torch has been imported before, its setting ``set_multithreading_enabled`` is off
+    in the ranks' threads, so that each runs its own backward passes. When a rank is done, fails or is killed, waits of
+    other ranks for it raise RankFailed.
 
     Args:
         function: What each rank runs.
@@ -64,6 +65,7 @@ def run_local(
     def rank_main(transport: local.LocalTransport) -> None:
         core: CommunicatorCore | None = None
         completed = False
+        _keep_backward_passes()
         try:
             # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
             core = CommunicatorCore(transport, None, name="world", checks=checks, registry=Registry(CallCheck))
@@ -108,3 +110,10 @@ def run_local(
 
 def _replace_world(comm: Communicator) -> None:
     set_local_world(comm)
+
+
+def _keep_backward_passes() -> None:
+    """Have torch run backward passes of this thread on this thread. Otherwise it runs those of all threads on one
+    thread for each device, where a collective of the first rank would keep the others from joining it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.autograd.set_multithreading_enabled(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -679,3 +680,17 @@ def test_process_groups_and_global_ranks(process_group: None) -> None:
         for call in (diff.broadcast, diff.reduce, diff.gather, diff.send, diff.recv):
             with pytest.raises(mpicoll.RankError, match="global rank of a member"):
                 call(x, 0, group=group)
+
+
+def test_ranks_that_are_threads_run_their_own_backward_passes() -> None:
+    """On devices torch would run those of all threads on one thread, where they would wait for each other."""
+
+    def main() -> tuple[bool, bool]:
+        ran: list[threading.Thread] = []
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(lambda grad: ran.append(threading.current_thread()))
+        diff.all_reduce(x).sum().backward()
+        return torch._C._is_multithreading_enabled(), ran == [threading.current_thread()]
+
+    assert mpicoll.run_local(main, 2) == [(False, True)] * 2
+    assert torch._C._is_multithreading_enabled()
