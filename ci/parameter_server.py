@@ -10,7 +10,8 @@ The first ranks are servers, on links of `--rate`. Two tables, both of the media
   bytes. The bound by bytes on the wire also has the headers of Ethernet, IP and TCP, 66 of 1,514 bytes.
 * hidden: a multilayer perceptron of torch of the same size, whose step begins with a pull. `compute` is a step with
   neither pull nor push, `transfer` one with nothing else, and hidden is the share of `transfer` that a step with all
-  three does not take longer than `compute`. The three take turns, so that a drift of the machine affects all.
+  three does not take longer than `compute`. The three take turns in blocks, and the share is that of each block, so
+  that a drift of the machine affects all three alike; the median and the quartiles of the blocks are printed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from statistics import mean, median, quantiles
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker
 PAYLOAD = 1448 / 1514
 """Share of the data in the frames of a TCP connection with time stamps, at an MTU of 1,500 bytes."""
 
+_TIMED = 2
+"""Timed steps of a function in a block."""
+
 RATES = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
 
 
@@ -46,6 +50,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=1024, help="of the perceptron")
     parser.add_argument("--only", choices=["throughput", "hidden"])
+    parser.add_argument("--default-only", action="store_true", help="of the options of workers, the default alone")
     return parser.parse_args()
 
 
@@ -59,13 +64,12 @@ def measure(step: Callable[[], Any], steps: int) -> list[float]:
     return found
 
 
-def measure_in_turns(functions: Sequence[Callable[[], Any]], steps: int) -> list[float]:
-    """Return the median seconds of each function. They take turns in blocks, of which the first step is not timed."""
-    found: list[list[float]] = [[] for _ in functions]
-    while len(found[-1]) < steps:
-        for function, seconds in zip(functions, found, strict=True):
-            seconds += measure(function, 3)[1:]
-    return [median(seconds) for seconds in found]
+def measure_in_turns(functions: Sequence[Callable[[], Any]], steps: int, members: Any) -> list[list[float]]:
+    """Return, for each of several blocks, the mean seconds of each function on the slowest of `members`. The first
+    step of a function in a block is not timed."""
+    blocks = [[mean(measure(function, 1 + _TIMED)[1:]) for function in functions] for _ in range(-(-steps // _TIMED))]
+    everyone = mpicoll.allgather_object(blocks, comm=members)
+    return np.max(everyone, axis=0).tolist()
 
 
 def slowest(seconds: float, workers: Any) -> float:
@@ -114,6 +118,8 @@ def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
     optimizer = partial(torch.optim.SGD, lr=1e-3)
     rows = []
     choices: list[dict[str, Any]] = [{"prefetch": False}, {}, {"prefetch": True}]
+    if arguments.default_only:
+        choices = [{}]
     torch.set_num_threads(1)
     width = 1024
     layers = max(1, round(arguments.megabytes * 250_000 / width**2))
@@ -143,14 +149,14 @@ def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
                 module(x).square().mean().backward()
                 worker.push_gradients()
 
-            times = measure_in_turns([compute_alone, transfer, step], arguments.steps)
-        found = [slowest(seconds, members) for seconds in times]
+            blocks = measure_in_turns([compute_alone, transfer, step], arguments.steps, members)
         name = ", ".join(f"{key}={value}" for key, value in options.items()) or "default"
-        hidden = 1 - (found[2] - found[0]) / found[1]
-        rows.append([name, *(f"{1e3 * one:.1f}" for one in found), f"{hidden:.2f}"])
+        low, middle, high = quantiles([1 - (whole - alone) / moved for alone, moved, whole in blocks], n=4)
+        times = [f"{1e3 * median(one):.1f}" for one in zip(*blocks, strict=True)]
+        rows.append([name, *times, f"{middle:.2f} ({low:.2f}-{high:.2f})"])
     if world.rank == servers:
         table = Table(title=f"{servers} servers, batch of {arguments.batch}, {layers} layers, {arguments.rate}")
-        for column in ("options", "compute", "transfer", "ms of a step", "hidden"):
+        for column in ("options", "compute", "transfer", "ms of a step", "hidden (quartiles)"):
             table.add_column(column, justify="right")
         for row in rows:
             table.add_row(*row)
