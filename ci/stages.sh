@@ -11,6 +11,8 @@ passed=0 failed=0 skipped=0
 # mpirun gives the ranks a terminal, so pytest can't tell.
 color=--color=$([[ -t 1 ]] && echo yes || echo no)
 broken=() # the stages that failed
+unsteady=() # tests that failed, and passed when run once more
+most_retried=10 # tests of a stage: more failures are no chance
 
 # stage NAME SECONDS COMMAND...: run a command with a bound on its time, and say how it ended. If `beside` has started
 # the command, wait for its end, and show the output.
@@ -53,16 +55,30 @@ beside() {
 # check NAME SECONDS COMMAND...: a stage without tests; counts as one failure, so that the last line can't look green.
 check() { stage "$@" || failed=$((failed + 1)); }
 
-# tests NAME SECONDS COMMAND...: a stage that is a pytest run; adds its tests to the sums.
+# tests NAME SECONDS COMMAND... [-- SELECTION...]: a stage that is a pytest run, by COMMAND SELECTION; adds its tests to the
+# sums. If there is a --, tests that fail are run once more, alone: by COMMAND and their names.
 tests() {
-    local name=$1 ok=0 p f s
+    local name=$1 limit=$2 ok=0 p f s command=() selection=() again=
+    shift 2
+    while [[ $# -gt 0 ]]; do
+        if [[ $1 == -- ]]; then
+            again=yes selection=("${@:2}")
+            break
+        fi
+        command+=("$1")
+        shift
+    done
     local report=$results/$name.xml
-    stage "$@" --junit-xml="$report" || ok=$?
+    stage "$name" "$limit" "${command[@]}" ${selection[@]+"${selection[@]}"} --junit-xml="$report" || ok=$?
     read -r p f s < <(python ci/count.py "$report")
     if [[ $ok -eq 0 && $((p + f)) -eq 0 ]]; then
         echo "=== $name: FAILED, no test ran"
         broken+=("$name")
         ok=1
+    fi
+    # pytest has the status 1 if it came to its end, and tests failed. What crashed or was stopped is not tried again.
+    if [[ $again && $ok -eq 1 && $f -gt 0 ]]; then
+        retry "$name" "${command[@]}"
     fi
     if [[ $ok -ne 0 && $f -eq 0 ]]; then
         f=1 # cut short, or broken before the first test
@@ -70,12 +86,42 @@ tests() {
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
 }
 
+# retry NAME COMMAND...: for `tests`, run the tests of the stage that have failed once more. Those that pass then are
+# unsteady: shown with their first failure, and counted apart. Sets f and ok of `tests` by what has failed twice.
+retry() {
+    local name=$1 ids steady id well=
+    shift
+    mapfile -t ids < <(python ci/count.py failed "$report")
+    if [[ ${#ids[@]} -eq 0 || ${#ids[@]} -gt $most_retried ]]; then
+        return
+    fi
+    if stage "$name-retry" 1200 "$@" "${ids[@]}" --junit-xml="$results/$name-retry.xml"; then
+        well=yes
+    else
+        unset 'broken[-1]' # the stage itself is there already
+    fi
+    mapfile -t steady < <(python ci/count.py unsteady "$report" "$results/$name-retry.xml")
+    for id in ${steady[@]+"${steady[@]}"}; do
+        printf '\n=== %s: UNSTEADY: passed when run alone: %s\nIts first failure:\n' "$name" "$id"
+        python ci/count.py text "$report" "$id"
+        unsteady+=("$id")
+    done
+    f=$((${#ids[@]} - ${#steady[@]}))
+    if [[ $well && $f -eq 0 ]]; then
+        ok=0
+        unset 'broken[-1]'
+    fi
+}
+
 # sum_up: the last lines; fails if a stage has failed.
 sum_up() {
     printf '\n%s\n' "total: $SECONDS s"
+    if [[ ${#unsteady[@]} -gt 0 ]]; then
+        printf 'UNSTEADY: passed when run alone: %s\n' "${unsteady[@]}"
+    fi
     if [[ ${#broken[@]} -gt 0 ]]; then
         echo "FAILED: ${broken[*]}"
     fi
-    echo "$passed passed, $failed failed, $skipped skipped"
+    echo "$passed passed, $failed failed, $skipped skipped$([[ ${#unsteady[@]} -eq 0 ]] || echo ", ${#unsteady[@]} unsteady")"
     [[ ${#broken[@]} -eq 0 ]]
 }

@@ -39,11 +39,12 @@ workers=$((workers > 8 ? 8 : workers)) # each takes up to 2 GB
 # wanted STAGE: is it to run?
 wanted() { [[ $only == all || $only == "$1" ]]; }
 
-# mpi NP OPTIONS...: the tests marked mpi at so many ranks, which share no cache directory: they would write to it at once.
+# mpi NP SELECTION...: the tests marked mpi at so many ranks, which share no cache directory: they would write to it at
+# once.
 mpi() {
     local np=$1
     shift
-    tests "mpi-$np" 3600 mpirun -np "$np" python -m pytest --with-mpi -q "$color" -p no:cacheprovider --tier "$tier" "$@"
+    tests "mpi-$np" 3600 mpirun -np "$np" python -m pytest --with-mpi -q "$color" -p no:cacheprovider --tier "$tier" -- "$@"
 }
 
 if wanted lint; then
@@ -81,7 +82,7 @@ if wanted unit; then
     if [[ $tier == long ]]; then
         limit=14400 # with an hour of random input to parsers
     fi
-    tests unit "$limit" python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
+    tests unit "$limit" python -m pytest -q "$color" --tier "$tier" -- -m "not mpi" --durations=5 \
         --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
 if [[ $only$tier == alldefault ]]; then

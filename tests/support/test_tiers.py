@@ -50,10 +50,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def collected(folder: Path, *options: str) -> dict[str, list[str]]:
-    """The parameters of what is collected, by the name of the test."""
+def collected(folder: Path, *options: str, names: tuple[str, ...] = ("",)) -> dict[str, list[str]]:
+    """The parameters of what is collected, of the tests with these names, by the name of the test."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
-    command += [f"--rootdir={folder}", "-m", "not mpi", "--collect-only", "-q", *options, folder]
+    command += [f"--rootdir={folder}", "-m", "not mpi", "--collect-only", "-q", *options]
+    command += [folder / name for name in names]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
     found: dict[str, list[str]] = {}
@@ -98,3 +99,11 @@ def test_tiers(folder: Path) -> None:
         ("test_product", "test_table", "test_ranks", "test_several", "test_sizes", "test_some"), 1
     )
     assert all(set(rows) <= set(long[name]) for name, rows in quick.items())
+
+    names = ("test_ranks[local-2]", "test_long", "test_product[3-1-2]", "test_slow")
+    assert collected(folder, "--tier", "quick", names=tuple(f"test_those.py::{name}" for name in names)) == {
+        "test_ranks": ["local-2"],
+        "test_long": [""],
+        "test_product": ["3-1-2"],
+        "test_slow": [""],
+    }

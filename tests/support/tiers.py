@@ -7,7 +7,8 @@
 ``quick``    of that, one item of each test function, without tests marked `slow`
 
 A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters. A fixture
-may ask for the tier to do less outside of the long one, as tests/parallel/test_layouts.py does.
+may ask for the tier to do less outside of the long one, as tests/parallel/test_layouts.py does. Where the command line
+names tests by their ids only, all of them run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("--tier")
-    if tier == "long":
+    if tier == "long" or all("::" in argument for argument in config.args):
         return
     chosen = [item for item in items if item.get_closest_marker("long") is None and _is_usual_size(item)]
     chosen = list(_thinned(chosen, to_one=tier == "quick"))
