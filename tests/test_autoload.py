@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.launch import ROOT
+from support.warm import start_options
 
 from mpicoll.transport import launch_env
 
@@ -33,9 +34,11 @@ STRAY = {
 def start(folder: Path, name: str, launcher: tuple[str, ...], *options: str, **variables: str) -> subprocess.Popen[str]:
     ours = ("PMIX_", "PMI_", "OMPI_", "MPICOLL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "SLURM_")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    # Two programs run at a time, on two processors or more.
+    # torchrun itself is forked with torch, and starts its processes as ever. Two programs run at a time, on two
+    # processors or more.
+    forked = start_options() if launcher else ()
     return subprocess.Popen(
-        [sys.executable, *launcher, PROGRAM, folder, name, *options],
+        [sys.executable, *forked, *launcher, PROGRAM, folder, name, *options],
         cwd=ROOT,
         env=environ | {"OMP_NUM_THREADS": "1"} | variables,
         stdin=subprocess.DEVNULL,

@@ -68,7 +68,7 @@ def test_digits_reaches_the_accuracy() -> None:
 
 @pytest.mark.slow
 def test_digits_refuses_nonsense() -> None:
-    done = mpirun(1, DIGITS, "--epochs", "0")
+    done = mpirun(1, DIGITS, "--epochs", "0", warm=True)
     assert done.returncode == 2
     assert "--epochs and --batch must be at least 1" in done.stdout
 
@@ -151,7 +151,7 @@ def test_a_package_that_is_missing(tmp_path: Path) -> None:
     scripts = [ROOT / "examples" / f"{name}.py" for name in NEEDING]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     for script, end in zip(
-        scripts, run_scripts(0, tmp_path, *([one] for one in scripts), PYTHONPATH=path), strict=True
+        scripts, run_scripts(0, tmp_path, *([one] for one in scripts), warm=False, PYTHONPATH=path), strict=True
     ):
         assert end.statuses == [1], end
         match = re.fullmatch(r"(\w+\.py) needs \w+[\w.]*: (pip install .*)\n", end.printed[0])

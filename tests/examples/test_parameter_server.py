@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def run(*arguments: str | Path, ulfm: bool = False) -> str:
     options = ("--with-ft", "ulfm") if ulfm else ()
-    done = mpirun(4, SCRIPT, *arguments, seconds=120, options=options, MPICOLL_REPORT="off")
+    done = mpirun(4, SCRIPT, *arguments, seconds=120, options=options, warm=True, MPICOLL_REPORT="off")
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -31,7 +31,7 @@ def accuracy(output: str) -> float:
 def test_synchronous_weights_are_those_of_digits(servers: str, tmp_path: Path) -> None:
     output = run("--servers", servers, "--epochs", "1", "--save", tmp_path / "server.npz")
     assert output.count("has made 22 updates") == int(servers)
-    alone = mpirun(1, ROOT / "examples" / "digits.py", "--epochs", "1", "--save", tmp_path / "alone.npz")
+    alone = mpirun(1, ROOT / "examples" / "digits.py", "--epochs", "1", "--save", tmp_path / "alone.npz", warm=True)
     assert alone.returncode == 0, alone.stdout
     with np.load(tmp_path / "server.npz") as found, np.load(tmp_path / "alone.npz") as expected:
         for name in expected:

@@ -21,11 +21,11 @@ EPOCHS = 3
 pytestmark = pytest.mark.timeout(240)
 
 
-def run(script: Path, path: Path, deaths: dict[int, int], *arguments: str, size: int = 4) -> float:
+def run(script: Path, path: Path, deaths: dict[int, int], *arguments: str, size: int = 4, warm: bool = True) -> float:
     """The accuracy, after the ledger was found to be right."""
     kill = ["--kill", *map(str, deaths), "--at", *map(str, deaths.values())] if deaths else []
     command = ("--epochs", str(EPOCHS), "--save", path, *kill, *arguments)
-    done = mpirun(size, script, *command, seconds=120, options=ULFM if deaths else (), warm=bool(deaths))
+    done = mpirun(size, script, *command, seconds=120, options=ULFM if deaths else (), warm=warm)
     assert done.returncode == 0, done.stdout
     steps = EPOCHS * -(-SAMPLES // 64)
     left = size - len(deaths)
@@ -64,6 +64,12 @@ def test_digits(
         for name, value in saved.items():
             # In float64; what differs is the order in which gradients are added.
             np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [DIGITS, DDP], ids=lambda script: script.stem)
+def test_it_imports_what_it_needs(script: Path, tmp_path: Path) -> None:
+    assert run(script, tmp_path / "saved", {}, size=1, warm=False) > 90
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.launch import ROOT, mpirun
 from support.scripts import Ended, run_scripts
+from support.warm import start_options
 
 EXAMPLES = ROOT / "examples"
 BASIC = EXAMPLES / "torch"
@@ -28,14 +29,14 @@ GPT = EXAMPLES / "fsdp_gpt.py"
 pytestmark = pytest.mark.timeout(300)
 
 
-def by_itself(size: int, script: Path, *arguments: str | Path) -> str:
+def by_itself(size: int, script: Path, *arguments: str | Path, warm: bool = True) -> str:
     """What `script` prints on `size` ranks that run nothing else; 0 stands for plain Python, without mpirun."""
     strict = ("-W", "error", script, *arguments)
     if size:
-        done = mpirun(size, *strict, warm=size > 1)
+        done = mpirun(size, *strict, warm=warm)
     else:
         done = subprocess.run(
-            [sys.executable, *strict],
+            [sys.executable, *(start_options() if warm else ()), *strict],
             cwd=ROOT,
             timeout=60,
             check=False,
@@ -77,7 +78,8 @@ class Jobs:
         for place in (self.checkpoint.parent, self.temporary, job):
             place.mkdir(exist_ok=True)
         try:
-            ends = run_scripts(size, job, *commands, TMPDIR=str(self.temporary))
+            # Plain Python is what programs start as.
+            ends = run_scripts(size, job, *commands, warm=size > 0, TMPDIR=str(self.temporary))
         except AssertionError as error:  # raised by each test that asks, instead of one job for each
             return dict.fromkeys(commands, str(error))
         return dict(zip(commands, ends, strict=True))
@@ -229,6 +231,14 @@ def test_ddp_digits_refuses_a_batch_that_would_train_nothing(jobs: Jobs) -> None
     assert isinstance(end, Ended), end
     assert end.statuses == [2]
     assert "--epochs must be at least 1, --batch between 1 and 1347" in end.printed[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [0, 1])
+def test_they_import_what_they_need(size: int) -> None:
+    assert "test accuracy" in by_itself(size, DIGITS, "--epochs", "2", warm=False)
+    assert "loss " in by_itself(size, GPT, *SHORT, warm=False)
+    assert by_itself(size, BASIC / "isend_irecv.py", warm=False).splitlines() == expected("isend_irecv", 1)
 
 
 # FSDP2

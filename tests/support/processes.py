@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.launch import ROOT
+from support.warm import start_options
 
 _FOREIGN = ("PMIX_", "PMI_", "OMPI_COMM_", "MPICOLL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "SLURM_")
 
@@ -19,11 +20,18 @@ def start_ranks(
     size: int, folder: Path, code: str, seconds: float = 90, **variables: str
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run `code` in `size` processes with the arguments rank, size and the path of a file for a store, and wait at most
-    `seconds` for all. stdout and stderr are both in ``.stdout``; a process that has not ended has the status None."""
+    `seconds` for all. stdout and stderr are both in ``.stdout``; a process that has not ended has the status None. The
+    processes are forked from one that has imported torch, if there is one: see `support.warm`."""
     program = folder / "program.py"
     program.write_text(textwrap.dedent(code))
-    arguments = [[program, rank, size, folder / "store"] for rank in range(size)]
-    return run_all([[sys.executable, *map(str, one)] for one in arguments], seconds, **variables)
+    commands = [warm_command(program, rank, size, folder / "store") for rank in range(size)]
+    return run_all(commands, seconds, **variables)
+
+
+def warm_command(*arguments: str | int | Path) -> list[str]:
+    """The command for a script or module (``-m``) and its arguments in a process that need not import torch."""
+    # What is forked has its own filters of warnings, whatever the environment says.
+    return [sys.executable, *start_options(), "-W", "ignore", *map(str, arguments)]
 
 
 def run_all(

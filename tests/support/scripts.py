@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.launch import ROOT, mpirun
+from support.warm import start_options
 
 
 @dataclass
@@ -43,10 +44,11 @@ def run_scripts(
     *commands: Sequence[str | Path],
     seconds: float = 100,
     strict: bool = True,
+    warm: bool = True,
     **variables: str,
 ) -> list[Ended]:
     """Run the `commands`, each a script and its arguments, one after another in the same `size` ranks; 0 stands for
-    plain Python, without mpirun. `folder` is for files that nobody else looks at.
+    plain Python, without mpirun. `folder` is for files that nobody else looks at. `warm` is that of `mpirun`.
 
     Warnings are errors where it is `strict`. The job has to end as the last script does, and to print nothing beside
     what scripts print.
@@ -57,10 +59,10 @@ def run_scripts(
     search = [str(ROOT / "tests"), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     variables["PYTHONPATH"] = os.pathsep.join(search)
     if size:
-        done = mpirun(size, *program, seconds=seconds, warm=True, **variables)
+        done = mpirun(size, *program, seconds=seconds, warm=warm, **variables)
     else:
         done = subprocess.run(
-            [sys.executable, *program],
+            [sys.executable, *(start_options() if warm else ()), *map(str, program)],
             cwd=ROOT,
             env=os.environ | variables,
             timeout=seconds,

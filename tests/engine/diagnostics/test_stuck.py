@@ -319,7 +319,8 @@ if rank == 0:
 def _run(folder: Path, size: int, body: str, after: str, **environ: str) -> CompletedProcess[str]:
     script = folder / "program.py"
     script.write_text(HEAD + body)
-    return mpirun(size, script, seconds=90, MPICOLL_STUCK_AFTER=after, MPICOLL_REPORT="off", **environ)
+    warm = "import torch" in body
+    return mpirun(size, script, seconds=90, warm=warm, MPICOLL_STUCK_AFTER=after, MPICOLL_REPORT="off", **environ)
 
 
 @pytest.fixture(scope="module")
