@@ -129,7 +129,7 @@ def test_a_plan_that_was_made_before_shared_memory_was_lost() -> None:
             assert plan()[0] == world.size
         return str(world._core.shm_failed_reason)
 
-    assert mpicoll.run_local(body, 2, timeout=5) == ["there is no memory"] * 2
+    assert mpicoll.run_local(body, 2, timeout=20) == ["there is no memory"] * 2
 
 
 @pytest.mark.usefixtures("no_memory")

@@ -371,7 +371,7 @@ def test_after_a_failure_nothing_is_received_any_more() -> None:
         failing = False
         return float(mpicoll.allreduce(np.full(60, 2.0), op, algorithm="ring").sum())
 
-    assert mpicoll.run_local(main, 3, ranks_per_node=1, timeout=1) == [360.0] * 3
+    assert mpicoll.run_local(main, 3, ranks_per_node=1, timeout=3) == [360.0] * 3
 
 
 @pytest.mark.usefixtures("tiny")

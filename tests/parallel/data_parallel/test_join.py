@@ -61,7 +61,7 @@ def test_closures_are_refused() -> None:
             with pytest.raises(mpicoll.ArgumentError, match=r"join\(\) after step\(closure\).*\(rank 0 of 2\)"):
                 optimizer.join()
 
-    mpicoll.run_local(body, 2, timeout=5)
+    mpicoll.run_local(body, 2, timeout=20)
 
 
 def test_sparse_momentum() -> None:
