@@ -16,13 +16,35 @@ from mpicoll import __version__
 from mpicoll.errors import MpicollError
 from mpicoll.transport import launch_env
 
-_COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "study", "algorithms", "trace")
+COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "study", "algorithms", "trace", "completion")
+
+_OVERVIEW = """\
+mpicoll {version}: MPI collectives for numpy, cupy and torch arrays.
+
+  mpicoll run -np 4 train.py       run a program on 4 ranks
+  mpicoll doctor                   check this installation, with remedies
+  mpicoll doctor --job             where the ranks of running jobs are
+
+  mpicoll bench                    measure all-reduce beside mpi4py
+  mpicoll tune                     find the fastest algorithms, for later runs
+  mpicoll simulate --ranks 64      time of each algorithm on a cluster
+  mpicoll study sync               parameter server or all-reduce?
+
+  mpicoll algorithms list          the algorithms; verify, cost and draw them
+  mpicoll trace summary DIR        where the time of a traced job went
+  mpicoll completion bash          completion of commands and options by Tab
+
+mpicoll COMMAND --help describes a command with all its options.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: this program's arguments) and return its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(words).parse_args(words)
+    if not words:
+        sys.stdout.write(_OVERVIEW.format(version=__version__))
+        return 0
+    args = make_parser(words).parse_args(words)
     try:
         return int(args.run(args))
     except MpicollError as error:
@@ -38,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of `words`. If they begin with a command, the modules of other commands are not imported."""
     parser = argparse.ArgumentParser(prog="mpicoll", description="Measure and look at MPI collectives.")
     parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name in set(words[:1]) & set(_COMMANDS) or _COMMANDS:
+    for name in set(words[:1]) & set(COMMANDS) or COMMANDS:
         import_module(f"{__name__}.{name}").add(commands)
     return parser

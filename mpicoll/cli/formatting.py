@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import SetupError
 
@@ -18,8 +23,14 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
-_WIDTH = 1000
-"""Columns of an output that is not a terminal, such as a file or the pipe of an MPI launcher, to prevent truncation."""
+_WIDTH = 80
+"""Columns of an output that is not a terminal, such as a file or the pipe of an MPI launcher, unless COLUMNS is set."""
+
+_NARROWEST = 10
+"""Columns that a table keeps for the cells of a column, however narrow the output is."""
+
+_PATIENCE = 1.0
+"""Seconds for which a command runs before it shows a progress bar."""
 
 
 def sizes(text: str, factor: int = 2) -> list[int]:
@@ -90,8 +101,38 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
+def text_width(columns: int) -> int:
+    """Return the columns for an output whose :func:`terminal_width` is `columns`: elsewhere COLUMNS, or 80."""
+    return columns or shutil.get_terminal_size((_WIDTH, 24)).columns
+
+
+def fold(text: str, width: int) -> str:
+    """Break the lines of a text at blanks so that they fit `width` columns; words that are longer stay whole."""
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json``, whose value is None without it and ``-`` without a file."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout in place of the tables"
+    )
+
+
+def write_json(target: str | Path, content: Any) -> None:
+    """Write `content` as JSON to a file, or to stdout if `target` is ``-``."""
+    text = json.dumps(content, indent=1) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(target).write_text(text)
+
+
 class Table:
-    """A table of :func:`table`. Columns beyond the width follow below, after a repetition of the first column."""
+    """A table of :func:`table`. Columns beyond the width follow below, after a repetition of the first column. Cells
+    that are too wide even so are folded."""
 
     def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None) -> None:
         self._title = title
@@ -100,32 +141,49 @@ class Table:
         self._caption = caption
         self._widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
-    def _parts(self, width: int) -> list[list[int]]:
-        """Group the columns that fit beside each other. Each column needs three more places than its cells in rich."""
-        parts: list[list[int]] = []
+    def _parts(self, width: int) -> list[dict[int, int]]:
+        """Group the columns that fit beside each other: the width of each, by its place. Each column needs three more
+        places than its cells in rich."""
+        widths = [max(1, one) for one in self._widths]
+        others = max(widths[1:], default=-3)
+        if widths[0] + others + 6 > width:
+            # The first column, which is repeated, gets what the widest of the others leaves of it, at least a third.
+            least = max(_NARROWEST, width // 3)
+            widths[0] = min(widths[0], max(least, width - others - 6))
+            widths[1:] = [min(one, max(_NARROWEST, width - widths[0] - 6)) for one in widths[1:]]
+        parts: list[dict[int, int]] = []
         room = 0
-        for place in range(1, len(self._columns)):
-            needed = self._widths[place] + 3
+        for place in range(1, len(widths)):
+            needed = widths[place] + 3
             if not parts or needed > room:
-                parts.append([0])
-                room = width - self._widths[0] - 3
-            parts[-1].append(place)
+                parts.append({0: widths[0]})
+                room = width - widths[0] - 3
+            parts[-1][place] = widths[place]
             room -= needed
-        return parts or [[0]]
+        return parts or [{0: min(widths[0], max(_NARROWEST, width - 3))}]
 
     def lines(self, width: int) -> list[str]:
         """Return the table as lines of plain text."""
-        made = [self._title, ""]
-        for places in self._parts(width):
-            widths = [self._widths[place] for place in places]
-            rule = ["─" * one for one in widths]
-            for cells in (self._columns, None, *self._rows):
-                texts = rule if cells is None else [cells[place] for place in places]
-                first, *others = zip(texts, widths, strict=True)
-                line = "   ".join([first[0].ljust(first[1]), *(text.rjust(one) for text, one in others)])
-                made.append(f"  {line}".rstrip())
+        made = [*fold(self._title, width).splitlines(), ""]
+        for part in self._parts(width):
+            made += self._fold_row(self._columns, part)
+            made.append(("  " + "   ".join("─" * one for one in part.values())).rstrip())
+            for row in self._rows:
+                made += self._fold_row(row, part)
             made.append("")
-        return made if self._caption is None else [*made, self._caption, ""]
+        return made if self._caption is None else [*made, *fold(self._caption, width).splitlines(), ""]
+
+    @staticmethod
+    def _fold_row(row: Sequence[str], part: dict[int, int]) -> Iterator[str]:
+        """Yield the lines of the cells of a row that are in `part`."""
+        folded = [
+            [row[place]] if len(row[place]) <= width else textwrap.wrap(row[place], width, break_on_hyphens=False)
+            for place, width in part.items()
+        ]
+        for cells in zip_longest(*folded, fillvalue=""):
+            (first, width), *others = zip(cells, part.values(), strict=True)
+            line = "   ".join([first.ljust(width), *(text.rjust(one) for text, one in others)])
+            yield f"  {line}".rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich import box
@@ -134,35 +192,37 @@ class Table:
 
         # Text, since brackets in a str would be markup. The title is printed separately, since a title of the table
         # would be wrapped to the width of the table.
-        yield Text(self._title, style="bold")
-        for places in self._parts(options.max_width):
+        yield Text(fold(self._title, options.max_width), style="bold")
+        for part in self._parts(options.max_width):
             made = RichTable(box=box.SIMPLE_HEAD)
-            for place in places:
-                made.add_column(Text(self._columns[place]), justify="right" if place else "left", overflow="fold")
+            for place, width in part.items():
+                made.add_column(
+                    Text(self._columns[place]), justify="right" if place else "left", overflow="fold", max_width=width
+                )
             for row in self._rows:
-                made.add_row(*(Text(row[place]) for place in places))
+                made.add_row(*(Text(row[place]) for place in part))
             yield made
         if self._caption is not None:
-            yield Text(self._caption + "\n", style="dim")
+            yield Text(fold(self._caption, options.max_width) + "\n", style="dim")
 
 
 class Screen:
     """Output to stdout, through rich where it is installed, otherwise as plain text."""
 
     def __init__(self, columns: int) -> None:
-        self._width = columns or _WIDTH
+        self.width = text_width(columns)
         self._console: Console | None = None
         with suppress(ImportError):
             from rich.console import Console
 
             # `highlight` would colour numbers of tables at random.
-            self._console = Console(width=self._width, force_terminal=columns > 0, highlight=False)
+            self._console = Console(width=self.width, force_terminal=columns > 0, highlight=False)
 
     def print(self, *what: Table | str) -> None:
         """Print tables and texts, each on a new line; the terminal wraps the texts."""
         for one in what:
             if self._console is None:
-                print(one if isinstance(one, str) else "\n".join(one.lines(self._width)))
+                print(one if isinstance(one, str) else "\n".join(one.lines(self.width)))
             elif isinstance(one, str):
                 self._console.print(one, markup=False, soft_wrap=True)
             else:
@@ -180,32 +240,58 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     return Table(title, columns, rows, caption)
 
 
-@contextmanager
-def steps(shown: bool, total: int) -> Iterator[Callable[[str, int], None]]:
-    """Yield ``step(label, done)``, which advances a progress bar of `total` steps on stderr.
+def shows_progress(json_target: str | Path | None = None) -> bool:
+    """Return True if a progress bar would be seen, and nothing else: stdout and stderr are terminals, and JSON is not
+    written to stdout."""
+    return sys.stderr.isatty() and sys.stdout.isatty() and str(json_target) != "-"
 
-    It does nothing unless `shown` is true and rich is installed.
+
+@contextmanager
+def steps(
+    shown: bool, total: int | None, *, measures: bool = True, patience: float = _PATIENCE
+) -> Iterator[Callable[[str, int], None]]:
+    """Yield ``step(label, done)``, which advances a progress bar of `total` steps on stderr; None: of unknown length.
+
+    It does nothing unless `shown` is true and rich is installed, nor in the first `patience` seconds. If the command
+    `measures`, the bar is drawn only in ``step``; otherwise a thread draws it too.
     """
     if not shown or find_spec("rich") is None:
         yield lambda label, done: None
         return
+    from threading import Timer
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     # A thread that refreshes the bar would take time from the measurement.
-    with Progress(
-        TextColumn("{task.description}"),
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        *(() if total is None else (MofNCompleteColumn(),)),
         TimeElapsedColumn(),
         console=Console(stderr=True, force_terminal=True),
-        auto_refresh=False,
+        auto_refresh=not measures,
+        refresh_per_second=4,
         transient=True,
-    ) as bar:
-        task = bar.add_task("", total=total)
+    )
+    task = bar.add_task("", total=total)
+    timer = None if measures else Timer(patience, bar.start)
+    due = time.monotonic() + patience
 
-        def step(label: str, done: int) -> None:
-            bar.update(task, description=label, advance=done)
+    def step(label: str, done: int) -> None:
+        bar.update(task, description=label, advance=done)
+        if measures and time.monotonic() >= due:
+            bar.start()  # does nothing if it has been started
             bar.refresh()
 
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
         yield step
+    finally:
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        if bar.live.is_started:
+            bar.stop()

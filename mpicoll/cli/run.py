@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from mpicoll.launch.job_command import make_job_command
 
     words = split_words(args.words)
-    parser = _parser()
+    parser = make_own_parser()
     own = parser.parse_args(words.own)
     if not words.program and words.passed:
         raise ArgumentError(
@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     return _run_job(command.words, os.environ | command.variables, tag=not own.no_tag)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_own_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command's own options."""
     parser = argparse.ArgumentParser(
         prog="mpicoll run",
         usage="mpicoll run [-np N] [--no-tag] [--dry-run] [OPTIONS] [--] PROGRAM ...",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -52,7 +50,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="what `mpicoll bench --json FILE` wrote: fit the costs to half of it and predict the other half",
     )
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers as JSON; alone: here")
+    formatting.add_json(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw time against size, as PNG or SVG")
     parser.set_defaults(run=run)
 
@@ -104,20 +102,13 @@ def run(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     cluster = _make_cluster(args)
     began = time.perf_counter()
-    forecasts = schedules.simulate(
-        args.collective,
-        cluster,
-        args.sizes,
-        algorithms=args.algorithms.split(",") if args.algorithms else None,
-        segments=args.segments,
-        **({} if args.budget is None else {"budget": args.budget}),
-    )
+    forecasts = _simulate(args, cluster)
     took = time.perf_counter() - began
     wins = _find_fastest(forecasts, args.sizes)
     if args.json != "-":
         _print_forecasts(args, cluster, forecasts, wins, took)
     if args.json:
-        _write(
+        formatting.write_json(
             args.json,
             {
                 "collective": args.collective,
@@ -133,6 +124,25 @@ def _predict(args: argparse.Namespace) -> int:
         }
         _plot(args.plot, f"{args.collective} on {_describe_cluster(cluster)}, simulated", lines, {})
     return 0
+
+
+def _simulate(args: argparse.Namespace, cluster: Cluster) -> list[Forecast]:
+    """Simulate one algorithm after another, with a progress bar."""
+    names = args.algorithms.split(",") if args.algorithms else None
+    if names is None and args.collective in schedules.collectives():
+        names = list(schedules.algorithms_of(args.collective))
+    budget = {} if args.budget is None else {"budget": args.budget}
+    forecasts: list[Forecast] = []
+    # An unknown collective is an error of the one call that it makes.
+    calls = [None] if names is None else [(name,) for name in names]
+    with formatting.steps(formatting.shows_progress(args.json), len(calls), measures=False) as step:
+        for call in calls:
+            step("" if call is None else f"simulating {call[0]}", 0)
+            forecasts += schedules.simulate(
+                args.collective, cluster, args.sizes, algorithms=call, segments=args.segments, **budget
+            )
+            step("", 1)
+    return forecasts
 
 
 def _make_cluster(args: argparse.Namespace) -> Cluster:
@@ -245,14 +255,6 @@ def _encode(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _write(target: str, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=1) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        Path(target).write_text(text)
-
-
 def _plot(
     file: str,
     title: str,
@@ -311,7 +313,7 @@ def _compare(args: argparse.Namespace) -> int:
         console.print(f"fitted to {len(ours)} other points: {_describe_costs(fitted)}")
         console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}")
     if args.json:
-        _write(
+        formatting.write_json(
             args.json,
             {
                 "collective": args.collective,

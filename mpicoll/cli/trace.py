@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,15 +45,15 @@ def add(commands: Commands) -> None:
     )
     summary.add_argument("path", type=Path, metavar="DIR_OR_FILE", help="a trace, or a folder: its newest one")
     summary.add_argument("--rows", type=int, default=_SHOWN, metavar="N", help=f"of the table ({_SHOWN})")
-    summary.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write all numbers, to stdout if no file is named"
-    )
+    formatting.add_json(summary)
     summary.set_defaults(action=_summarise)
     merge = actions.add_parser("merge", help="make the file of a job that ended before it could")
     merge.add_argument("path", type=Path, metavar="DIR", help="the folder of traces, or of the parts of one job")
+    formatting.add_json(merge)
     merge.set_defaults(action=_merge)
     report = actions.add_parser("report", help="say in words what the report of a job that failed has found")
     report.add_argument("path", type=Path, metavar="FILE", help="its JSON")
+    formatting.add_json(report)
     report.set_defaults(action=_report)
     parser.set_defaults(run=run)
 
@@ -72,15 +70,27 @@ def _merge(args: argparse.Namespace) -> int:
     folders = [one for one in trace_files.find_traces(args.path) if one.is_dir()]
     if not folders:
         raise SetupError(f"{args.path}: there is no trace that has still to be merged")
-    for folder in folders:
-        print(trace_files.merge(folder))
+    made = []
+    with formatting.steps(formatting.shows_progress(args.json), len(folders), measures=False) as step:
+        for folder in folders:
+            step(folder.name, 0)
+            made.append(str(trace_files.merge(folder)))
+            step(folder.name, 1)
+    if args.json != "-":
+        print("\n".join(made))
+    if args.json is not None:
+        formatting.write_json(args.json, {"traces": made})
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from mpicoll.engine.diagnostics.report_file import summarize
+    from mpicoll.engine.diagnostics.report_file import read_analysis, summarize
 
-    print(summarize(args.path))
+    text = summarize(args.path)
+    if args.json != "-":
+        print(text)
+    if args.json is not None:
+        formatting.write_json(args.json, read_analysis(args.path))
     return 0
 
 
@@ -88,13 +98,15 @@ def _summarise(args: argparse.Namespace) -> int:
     from mpicoll.cli.trace_summary import summarise
     from mpicoll.engine.tracing import trace_files
 
-    summary = summarise(trace_files.load(args.path))
+    with formatting.steps(formatting.shows_progress(args.json), 2, measures=False) as step:
+        step("reading the trace", 0)
+        table = trace_files.load(args.path)
+        step("adding up", 1)
+        summary = summarise(table)
     if args.json is not None:
-        text = json.dumps(asdict(summary), indent=1) + "\n"
+        formatting.write_json(args.json, asdict(summary))
         if args.json == "-":
-            sys.stdout.write(text)
             return 0
-        Path(args.json).write_text(text)
     _print_tables(summary, args.rows)
     others = trace_files.find_traces(args.path)[:-1]
     if others:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from mpicoll.schedules import Round, algorithms_of, collectives, get
 
 def test_list_has_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "list"]) == 0
-    out = capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    out = " ".join(text.split())
     for collective in collectives():
         for algorithm in algorithms_of(collective).values():
             assert f"{collective}/{algorithm.name}: " in out
@@ -58,6 +62,28 @@ def test_cost_beside_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None
     assert rounds[5:7] == ["13", "13"]
     (messages,) = (line.split() for line in out.splitlines() if "messages of all ranks" in line)
     assert messages[-1] == "40"
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    def read(*words: str) -> Any:
+        assert main(["algorithms", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    listed = read("list", "bcast")["algorithms"]
+    assert [one["name"] for one in listed] == list(algorithms_of("bcast"))
+    assert {one["rounds"] for one in listed} == {one.rounds for one in algorithms_of("bcast").values()}
+    (verified,) = read("verify", "allreduce/ring", "--ranks", "1-3")["algorithms"]
+    assert (verified["correct"], verified["correct_ranks"], verified["messages"]) == (True, [1, 2, 3], 4 + 12)
+    (cost,) = read("cost", "allreduce/ring", "--ranks", "4")["costs"]
+    assert (cost["counted"]["rounds"], cost["counted"]["sent"], cost["closed_form"]["sent"]) == (6, "3/2", "3/2")
+
+
+def test_json_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tables are printed too."""
+    file = tmp_path / "found.json"
+    assert main(["algorithms", "cost", "allreduce/ring", "--ranks", "4", "--json", str(file)]) == 0
+    assert "rounds on the critical path" in capsys.readouterr().out
+    assert json.loads(file.read_text())["name"] == "ring"
 
 
 @pytest.mark.slow

@@ -244,9 +244,10 @@ def test_statistics() -> None:
     assert result.p99 == pytest.approx(99e-6)
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.cli import formatting
 
+    monkeypatch.setenv("COLUMNS", "1000")
     formatting.console().print(report.table(points(), first_peer="peer", settings="float32 sum"))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     title, header, _, first, second, *notes = lines

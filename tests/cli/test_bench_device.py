@@ -24,7 +24,7 @@ def bench(size: int, file: Path, *arguments: str | Path, **variables: str) -> tu
         size,
         *("-m", "mpicoll", "bench", "--device", "cuda", "--array", "cupy", "--seconds", "0.01", "--json", file),
         *arguments,
-        **fake_cuda.environment(**variables),
+        **fake_cuda.environment(COLUMNS="1000", **variables),
     )
     assert done.returncode == 0, done.stdout
     return done.stdout, json.loads(file.read_text())
@@ -120,9 +120,10 @@ sys.exit(main("bench --device cuda --array cupy --sizes 4,4k --seconds 0.01".spl
 """
 
 
-def test_table_has_the_bound_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_the_bound_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.cli import formatting
 
+    monkeypatch.setenv("COLUMNS", "1000")
     results = {
         name: Result("timed", phase="mpi", calls=1, blocks=[time], takes="ipc" if name == "mpicoll" else "")
         for name, time in (("mpicoll", 4e-6), ("ring", 8e-6), ("gloo", 40e-6), ("copy", 2e-6))

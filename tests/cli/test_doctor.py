@@ -320,6 +320,7 @@ def test_a_broken_job_and_a_broken_setting(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MPICOLL_TIMOUT", "5")
+    monkeypatch.setenv("COLUMNS", "1000")
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "versions"

@@ -84,7 +84,10 @@ def test_rate(per_second: float, expected: str) -> None:
     assert formatting.rate(per_second) == expected
 
 
-def test_a_table_is_complete_where_stdout_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_as_wide_as_columns_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     names = [f"column {number}" for number in range(12)]
     # Square brackets are no markup.
     formatting.console().print(formatting.table("[bold]title", names, [["[red]cell"] * 12], caption="caption"))
@@ -118,13 +121,98 @@ def test_columns_that_do_not_fit_go_below(
         assert all(plain.count(cell) == 1 for cell in (*heads[1:2], *row[1:]))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithms list",
+        "algorithms verify allreduce --ranks 1-3",
+        "algorithms cost allreduce/double_tree --ranks 5 --segments 3",
+        "simulate allreduce --ranks 16 --sizes 8,1m",
+    ],
+)
+def test_what_commands_print_fits(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.main(words.split()) == 0
+    assert 40 < max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_in_a_pipe_a_table_is_folded(
+    rich: bool, columns: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 80 columns, or COLUMNS: titles, captions and cells that are too wide."""
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    words = " ".join(f"word{number}" for number in range(30))
+    formatting.console().print(formatting.table(words, ["a", "b", words], [[words, "x" * 100, "c"]], caption=words))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= int(columns or 80)
+    # The first column is repeated beside each of the others; the title, the caption and a head are words, too.
+    assert [out.count(f"word{number}") for number in range(10, 30)] == [5] * 20
+    assert out.count("x") == 100
+
+
 def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (False, True):
-        with formatting.steps(shown, 2) as step:
+        for total in (2, None):
+            with formatting.steps(shown, total, patience=0) as step:
+                step("[something]", 1)
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert ("[something]" in err) is shown
+
+
+def test_no_progress_of_what_is_soon_done(capsys: pytest.CaptureFixture[str]) -> None:
+    for measures in (True, False):
+        with formatting.steps(True, 2, measures=measures, patience=60) as step:
             step("something", 1)
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert ("something" in err) is shown
+        assert capsys.readouterr() == ("", "")
+
+
+def test_progress_of_what_measures_nothing_needs_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    import time
+
+    shown, until = "", time.monotonic() + 60
+    with formatting.steps(True, 2, measures=False, patience=0) as step:
+        step("something", 0)
+        while "something" not in shown and time.monotonic() < until:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    assert "something" in shown
+
+
+@pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_where_progress_is_shown(terminals: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda name=name: name in terminals)
+        monkeypatch.setattr(sys, name, stream)
+    both = len(terminals) == 2
+    assert [formatting.shows_progress(target) for target in (None, "x.json", "-")] == [both, both, False]
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    formatting.write_json(tmp_path / "x.json", {"a": 1})
+    assert capsys.readouterr().out == ""
+    formatting.write_json("-", {"a": 1})
+    assert capsys.readouterr().out == (tmp_path / "x.json").read_text() == '{\n "a": 1\n}\n'
+
+
+def test_an_overview_without_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names each command, with words that its parser takes, and fits a terminal."""
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = [line[2:].partition("   ")[0].split()[1:] for line in out.splitlines() if line.startswith("  mpicoll")]
+    assert {words[0] for words in lines} == set(cli.COMMANDS)
+    for words in lines:
+        cli.make_parser(words).parse_args(words)
 
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +222,7 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     formatting.console(0).print(
         formatting.table("title", ["a", "bcd"], [["1234", "5"]], caption="caption"), "[red]line"
     )
-    with formatting.steps(True, 2) as step:
+    with formatting.steps(True, 2, patience=0) as step:
         step("something", 1)
     out, err = capsys.readouterr()
     assert out.splitlines() == [

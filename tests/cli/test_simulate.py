@@ -62,7 +62,10 @@ def test_picture_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "ring" in capsys.readouterr().out
 
 
-def test_what_could_not_be_simulated_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_could_not_be_simulated_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     assert main(["simulate", "bcast", "--ranks", "2000", "--sizes", "8,1g", "--budget", "5000"]) == 0
     out = capsys.readouterr().out
     assert "not simulated at all sizes: chain: bcast/chain on 2000 ranks in 64 segments has more than 5000" in out

@@ -174,7 +174,8 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     out = printed(capsys, "summary", job(tmp_path))
     assert out.startswith("trace job: 3 ranks, 301 ms\n")
     assert out.splitlines()[2].split() == [
@@ -237,6 +238,8 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "merge", str(tmp_path)]) == 2
     assert "there is no trace that has still to be merged" in capsys.readouterr().err
     assert printed(capsys, "merge", tmp_path / "one") == f"{tmp_path / 'one.json'}\n"
+    again = json.loads(printed(capsys, "merge", tmp_path / "one", "--json"))
+    assert again == {"traces": [str(tmp_path / "one.json")]}
 
 
 @pytest.mark.parametrize("action", ["summary", "merge"])
@@ -250,6 +253,8 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     monkeypatch.setattr(report_file, "summarize", lambda path: f"what {path.name} says")
     assert printed(capsys, "report", tmp_path / "some.json") == "what some.json says\n"
+    monkeypatch.setattr(report_file, "read_analysis", lambda path: {"words": [path.name]})
+    assert json.loads(printed(capsys, "report", tmp_path / "some.json", "--json")) == {"words": ["some.json"]}
 
 
 def test_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

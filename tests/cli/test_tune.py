@@ -190,7 +190,8 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(size: int, *words: str | Path, **variables: str) -> str:
-    done = mpirun(size, "-W", "error", "-m", "mpicoll", "tune", "--blocks", "2", *words, seconds=90, **variables)
+    wide = {"COLUMNS": "1000"}  # so that no table is folded
+    done = mpirun(size, "-W", "error", "-m", "mpicoll", "tune", "--blocks", "2", *words, seconds=90, **wide | variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

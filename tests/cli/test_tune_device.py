@@ -27,7 +27,7 @@ def job(size: int, path: Path, *words: str, **variables: str) -> list[str]:
         *("-W", "error", "-m", "mpicoll", "tune", "--device", "cuda", "--array", "cupy", "--blocks", "2"),
         *("--output", path, *words),
         seconds=120,
-        **fake_cuda.environment(**variables),
+        **fake_cuda.environment(COLUMNS="1000", **variables),
     )
     assert done.returncode == 0, done.stdout
     return [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]

@@ -204,7 +204,7 @@ def check_command(words: list[str], page: str) -> None:
     elif program == "mpicoll":
         if len(rest) == 1:
             rest.append("--help")  # the name of a command; it may need more to be one
-        assert not rest or not rejects(cli._parser(rest), rest), words
+        assert not rest or not rejects(cli.make_parser(rest), rest), words
     elif program in ("python", "python3", "torchrun"):
         check_python([word for word in rest if not word.startswith("--nproc-per-node=")], page)
     elif program in ("sudo", "srun", "sbatch", "ci/slurm.sh"):

@@ -96,7 +96,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--limit", type=_positive, default=3600.0, metavar="S", help="end a job that takes longer (3600)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    formatting.add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     parser.add_argument("--draw", choices=("time", "busbw"), help="what the plot shows (time)")
     parser.set_defaults(run=run)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = job.parse_settings(_fill_defaults(args))
     settings.command = shlex.join(["mpicoll", *sys.argv[1:]])
-    settings.progress = sys.stderr.isatty()
+    settings.progress = formatting.shows_progress(settings.json)
     if launch_env.is_launched(os.environ):
         return job.main(0, settings)
     settings.width = formatting.terminal_width()

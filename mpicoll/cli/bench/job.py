@@ -53,7 +53,7 @@ class Settings:
     blocks: int | None
     ranks: int | None
     limit: float
-    json: Path | None
+    json: str | Path | None
     plot: Path | None
     draw: str
     array: device_arrays.LibraryName | None = None
@@ -87,7 +87,8 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     with_torch = {"gloo", "nccl"} & set(against) or "torch" in (given["like"], array) or kind == "overhead"
     if with_torch and find_spec("torch") is None:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
-    _writable("--json", given["json"])
+    if given["json"] not in (None, "-"):
+        _writable("--json", Path(given["json"]))
     if given["plot"] is not None:
         formatting.require_matplotlib()
         _writable("--plot", given["plot"])
@@ -239,7 +240,8 @@ def _overhead(team: Team, asked: Settings) -> None:
     ]
     points = _measure_points(team, asked, entered)
     if team.rank == 0:
-        formatting.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
+        if asked.json != "-":
+            formatting.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
         _write(team, asked, {"points": report.as_json(points)})
 
 
@@ -288,7 +290,8 @@ def _overlaps(team: Team, asked: Settings) -> None:
     ]
     title = f"overlap of {form}, {team.size} ranks, {_label(asked)}, compute: {asked.compute}"
     columns = ("", "pure", "compute", "total", "hidden")
-    formatting.console(asked.width).print(formatting.table(title, columns, rows))
+    if asked.json != "-":
+        formatting.console(asked.width).print(formatting.table(title, columns, rows))
     overlaps = []
     for one in found:
         workload = one.workload
@@ -315,7 +318,8 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
     if team.rank != 0:
         return
     console = formatting.console(asked.width)
-    for collective in dict.fromkeys(point.workload.collective for point in points):
+    collectives = dict.fromkeys(point.workload.collective for point in points)
+    for collective in collectives if asked.json != "-" else ():
         chosen = [point for point in points if point.workload.collective == collective]
         bound = "copy" if asked.array is not None else None
         console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked, collective)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -182,8 +181,11 @@ def describe_run(comm: Communicator) -> dict[str, Any]:
     }
 
 
-def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]) -> None:
-    """Write `measured` to a JSON file, with the machine, the date, the versions and the method."""
+def write(
+    target: str | Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]
+) -> None:
+    """Write `measured` as JSON to a file, or to stdout if `target` is ``-``, with the machine, the date, the versions
+    and the method."""
     head = {
         "command": command,
         **describe_run(comm),
@@ -194,7 +196,7 @@ def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any]
         ),
         "settings": settings,
     }
-    path.write_text(json.dumps({**head, **measured}, indent=1) + "\n")
+    formatting.write_json(target, {**head, **measured})
 
 
 def _processor() -> str:

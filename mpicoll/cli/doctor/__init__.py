@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import textwrap
 from collections.abc import Callable, Iterator
@@ -55,7 +54,7 @@ def add(commands: Commands) -> None:
         help="only show where the ranks of the running jobs of this user are on this host, or those of one job: the"
         " operation of each rank, and for which ranks it waits",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    formatting.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,20 +63,25 @@ def run(args: argparse.Namespace) -> int:
     if args.job is not None:
         from mpicoll.cli.doctor import job
 
-        return job.run(args.job, as_json=args.json)
+        return job.run(args.job, args.json)
     if any(os.environ.get(name, "0") != "0" for name in ("PMIX_RANK", "PMI_RANK")):
         return 0  # one rank is enough
     found: list[Finding] = []
-    for one in ports.list_ports() if args.ports else examine(args.probe):
-        if not args.json:
-            if not found or found[-1].section != one.section:
-                print(f"\n{one.section}" if found else one.section)
-            print(_format_line(one), flush=True)
-        found.append(one)
+    with formatting.steps(formatting.shows_progress(args.json), None, measures=False) as step:
+        step("a job of 2 ranks" if args.ports else "examining", 0)
+        for one in ports.list_ports() if args.ports else examine(args.probe):
+            if args.json != "-":
+                if not found or found[-1].section != one.section:
+                    print(f"\n{one.section}" if found else one.section)
+                print(_format_line(one), flush=True)
+            found.append(one)
+            step(one.section, 1)
     broken = [one for one in found if one.state == "problem"]
-    if args.json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(one) for one in found]}, indent=1))
-    elif broken:
+    if args.json is not None:
+        formatting.write_json(args.json, {"ok": not broken, "findings": [asdict(one) for one in found]})
+    if args.json == "-":
+        return 1 if broken else 0
+    if broken:
         print(f"\n{len(broken)} of these {inflect(broken, 'is a problem', 'are problems')}.")
     else:
         print("\nNothing is broken.")
@@ -88,10 +92,12 @@ def _format_line(one: Finding) -> str:
     mark = {"ok": "ok", "not there": "-", "open": "open", "problem": "PROBLEM"}[one.state]
     begin = f"  {mark:7}  {one.name:23}  "
     value = one.value if not one.remedy or one.state == "ok" else f"{one.value} → {one.remedy}"
-    width = formatting.terminal_width()
+    width = formatting.text_width(formatting.terminal_width())
     if width < 60:
         return begin + value
-    return textwrap.fill(value, width, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+    # Not below a name that is longer than the others, which would leave few columns.
+    indent = " " * min(len(begin), 36)
+    return textwrap.fill(value, width, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def examine(probe: bool | None) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ long as another rank of their node lives.
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
 import time
@@ -58,12 +57,13 @@ class Job:
     behind: list[str] = field(default_factory=list)
 
 
-def run(which: str, *, as_json: bool) -> int:
+def run(which: str, json_target: str | None = None) -> int:
     """Print where the ranks of the job `which` are, the number of one of its processes or its name, or those of all
-    jobs if it is "". Return 1 if there is none, or if a rank is gone."""
+    jobs if it is ""; as JSON to `json_target`, a file or ``-`` for stdout. Return 1 if there is none, or if a rank is
+    gone."""
     jobs = [job for job in find_jobs() if which in ("", job.name, *(str(one.pid) for one in job.ranks))]
-    if as_json:
-        print(json.dumps({"jobs": [_serialize(job) for job in jobs]}, indent=1))
+    if json_target is not None:
+        formatting.write_json(json_target, {"jobs": [_serialize(job) for job in jobs]})
     elif not jobs:
         what = f"the job {which}" if which else "a job"
         sys.stderr.write(

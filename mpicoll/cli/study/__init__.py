@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
     sync.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="of the simulated cluster (1)")
     add_costs(sync, Cluster(nodes=1024, ranks_per_node=1))
     sync.add_argument("--label", metavar="TEXT", help="what to call this machine or network in tables and figures")
-    sync.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured and predicted")
+    formatting.add_json(sync)
     sync.add_argument("--page", type=Path, metavar="DIR", help="write synchronisation.md, .html and the figures there")
     sync.set_defaults(run=run)
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     launched = launch_env.is_launched(os.environ)
     if launched and args.ranks is not None:
         raise ArgumentError("study sync: --ranks is for jobs that the command starts; leave it out under mpirun")
-    progress = sys.stderr.isatty()
+    progress = formatting.shows_progress(args.json)
     try:
         runs = [report.read(file) for file in args.read] if args.read else _measure(args, names, launched, progress)
     except Wrong as error:
@@ -102,14 +102,16 @@ def run(args: argparse.Namespace) -> int:
         return 0  # another rank than the first one
     study: dict[str, Any] = {"runs": [run for one in runs for run in one["runs"]]}
     study["prediction"] = _predict(args, names, progress)
-    report.show(study)
+    if args.json != "-":
+        report.show(study)
     if args.json is not None:
-        report.write(args.json, study)
+        formatting.write_json(args.json, study)
     if args.page is not None:
         from mpicoll.cli.study.page import write_page
 
         for file in write_page(args.page, study):
-            formatting.console().print(f"written to {file}")
+            if args.json != "-":
+                formatting.console().print(f"written to {file}")
     return 0
 
 
@@ -146,7 +148,7 @@ def _predict(args: argparse.Namespace, names: tuple[str, ...], progress: bool) -
         return None
     costs = {name: getattr(args, name) for name in COSTS}
     cluster = Cluster(nodes=ranks[-1] // args.ranks_per_node, ranks_per_node=args.ranks_per_node, **costs)
-    with formatting.steps(progress, len(ranks)) as step:
+    with formatting.steps(progress, len(ranks), measures=False) as step:
         return predict(names, args.sizes, ranks, cluster, step)
 
 

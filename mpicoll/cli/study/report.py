@@ -43,11 +43,6 @@ def _check(run: dict[str, Any]) -> None:
             busiest(point)
 
 
-def write(path: Path, study: dict[str, Any]) -> None:
-    """Write a study as JSON."""
-    path.write_text(json.dumps(study, indent=1) + "\n")
-
-
 COLUMNS = ("method", "time", "counted", "law")
 """The columns of a table of one size; ``wire`` is added where it was measured."""
 

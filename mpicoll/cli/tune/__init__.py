@@ -62,6 +62,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write nothing, print the rules")
     parser.add_argument("--check", action="store_true", help="measure again, and compare what is taken with the best")
     parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="end a job that takes longer (3600)")
+    formatting.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -85,12 +86,18 @@ def run(args: argparse.Namespace) -> int:
     sizes = parse_ranks(args.np)
     with disable_tuning():
         if launch_env.is_launched(os.environ):
-            return job.main(0, asked, sizes)
-        if 1 in sizes:
-            raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
-        asked.width = formatting.terminal_width()
-        jobs = [max(start_ranks.start(job.main, (asked, (size,)), size, args.limit)) for size in sizes or (2,)]
-    return int(max(jobs))
+            ended = [job.main(0, asked, sizes)]
+        else:
+            if 1 in sizes:
+                raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
+            asked.width = formatting.terminal_width()
+            ended = [
+                one for size in sizes or (2,) for one in start_ranks.start(job.main, (asked, (size,)), size, args.limit)
+            ]
+    found = [measured for _, measured in ended if measured is not None]
+    if args.json is not None and found:  # not on the other ranks
+        formatting.write_json(args.json, {"jobs": found})
+    return max(status for status, _ in ended)
 
 
 @contextmanager

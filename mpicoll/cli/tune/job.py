@@ -13,6 +13,7 @@ from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays
 from mpicoll.cli.bench.cases import REDUCTIONS, Workload
 from mpicoll.cli.bench.device_arrays import LibraryName
+from mpicoll.cli.bench.report import describe_run
 from mpicoll.cli.bench.team import Team
 from mpicoll.cli.tune.measure import measure_costs, measure_point
 from mpicoll.cli.tune.settings import TuneSettings
@@ -29,8 +30,9 @@ _LARGE = 64 << 10
 """Bytes of the smallest vector whose ratios predict those of larger vectors."""
 
 
-def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
-    """Tune as one rank of the job. `rank` is passed by :func:`mpicoll.spawn` and not used. Collective."""
+def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> tuple[int, dict[str, Any] | None]:
+    """Tune as one rank of the job; return the exit status and, on rank 0, all that was measured. `rank` is passed by
+    :func:`mpicoll.spawn` and not used. Collective."""
     # Importing it initialises MPI, which the process that starts the ranks must not do.
     from mpicoll.transport import mpi
 
@@ -46,7 +48,7 @@ def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
         team.report_error(error)
         # Ranks that exit with a nonzero status end the job, possibly before rank 0 has written the error.
         team.barrier()
-        return 2
+        return 2, None
     groups, library, layout = plan_points(team, asked), mpi.library(), resolve(comm).context.layout
     entries: list[dict[str, Any]] = []
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -59,14 +61,34 @@ def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
             entries = tuned_table.merge_entry(entries, entry)
             if team.rank == 0 and asked.output is not None:
                 tuned_table.write(asked.output, entry)  # at once, so that an interrupted run keeps its results
-    if team.rank == 0:
+    if team.rank == 0 and not asked.quiet:
         _print_results(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
         _print_costs(asked, costs)
         if asked.output is not None:
             formatting.console(asked.width).print(f"written to {asked.output}")
+    checks = None
     if asked.check:
-        _print_check(team, groups, asked, tuned_table.make_table(entries, "what was just tuned"))
-    return 0
+        checks = _check(team, groups, asked, tuned_table.make_table(entries, "what was just tuned"))
+    if team.rank != 0:
+        return 0, None
+    found = {
+        **describe_run(comm),
+        "points": [_describe(point) for points in groups for point in points],
+        "rules": entries[0]["rules"],
+        "costs": costs,
+        "table": None if asked.output is None else str(asked.output),
+        "check": checks,
+    }
+    return 0, found
+
+
+def _describe(point: TunedPoint) -> dict[str, Any]:
+    """Return a point as JSON has it. Times are in seconds per call."""
+    workload = point.workload
+    return {
+        **{name: getattr(workload, name) for name in ("collective", "nbytes", "dtype", "ranks")},
+        **{name: getattr(point, name) for name in ("medians", "winner", "untuned")},
+    }
 
 
 def plan_points(team: Team, asked: TuneSettings) -> list[list[TunedPoint]]:
@@ -121,10 +143,12 @@ def _tune_points(
         step(label, 1)
 
 
-def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: TuneSettings, table: TunedTable) -> None:
-    """Measure again, and print the efficiency of the choices by `table` and of the untuned choices."""
+def _check(
+    team: Team, groups: Sequence[Sequence[TunedPoint]], asked: TuneSettings, table: TunedTable
+) -> list[dict[str, Any]]:
+    """Measure again, and print and return the efficiency of the choices by `table` and of the untuned choices."""
     here = selection_context(resolve(team.comm).context.layout, table)
-    rows = []
+    rows, found = [], []
     goods: tuple[list[float], list[float]] = ([], [])
     with formatting.steps(team.rank == 0 and asked.progress, sum(map(len, groups))) as step:
         for point in (point for points in groups for point in points):
@@ -142,8 +166,9 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
             rows.append(
                 [label, best, taken, _format_percent(goods[0][-1]), point.untuned, _format_percent(goods[1][-1])]
             )
+            found.append({**_describe(again), "winner": best, "tuned": taken})
             step(label, 1)
-    if team.rank == 0:
+    if team.rank == 0 and not asked.quiet:
         tuned_good, untuned_good = goods
         caption = (
             f"geometric means: tuned {_format_mean(tuned_good)}, untuned {_format_mean(untuned_good)};"
@@ -154,6 +179,7 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
         formatting.console(asked.width).print(
             formatting.table(f"check, {groups[0][0].where}", columns, rows, caption=caption)
         )
+    return found
 
 
 def _print_results(asked: TuneSettings, groups: Sequence[Sequence[TunedPoint]], rules: Sequence[str]) -> None:

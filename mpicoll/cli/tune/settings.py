@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,8 @@ from mpicoll.errors import ArgumentError, SetupError
 
 @dataclass(slots=True)
 class TuneSettings:
-    """The validated arguments. `progress` and `width` describe the terminal of the process that parsed them."""
+    """The validated arguments. `progress` and `width` describe the terminal of the process that parsed them; `quiet` is
+    True if nothing but JSON is to be written to stdout."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -30,6 +30,7 @@ class TuneSettings:
     output: Path | None
     check: bool
     progress: bool
+    quiet: bool = False
     width: int = 0
 
 
@@ -57,7 +58,9 @@ def parse_settings(args: argparse.Namespace) -> TuneSettings:
         raise ArgumentError(f"--sizes: {error}") from error
     output = None if args.dry_run else _find_output(args.output)
     return TuneSettings(
-        collectives, sizes, dtypes, array, args.seconds, args.blocks, output, bool(args.check), sys.stderr.isatty()
+        *(collectives, sizes, dtypes, array, args.seconds, args.blocks, output, bool(args.check)),
+        progress=formatting.shows_progress(args.json),
+        quiet=args.json == "-",
     )
 
 

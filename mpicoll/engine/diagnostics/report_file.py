@@ -6,16 +6,18 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import Analysis, analyse, describe_rank
 from mpicoll.engine.diagnostics.call_facts import State, at_site
 from mpicoll.errors import ArgumentError
+
+_T = TypeVar("_T")
 
 
 def write(
@@ -106,10 +108,20 @@ def _past_line(one: State) -> str:
 
 def summarize(path: Path) -> str:
     """Return the readable summary of a report, from its JSON. Raises ArgumentError if it is not an mpicoll report."""
+    return _read(path, _summarize)
+
+
+def read_analysis(path: Path) -> dict[str, Any]:
+    """Return the analysis of a report, made again from its JSON: the sentences about it under "words", and what they are
+    made of. Raises ArgumentError if it is not an mpicoll report."""
+    return _read(path, _analyse)
+
+
+def _read(path: Path, evaluate: Callable[[dict[str, Any]], _T]) -> _T:
     try:
         content = json.loads(Path(path).read_bytes())
         if content["format"] == _FORMAT:
-            return _summarize(content)
+            return evaluate(content)
     except _MALFORMED as error:
         raise ArgumentError(f"{path} is not an mpicoll report: {type(error).__name__}: {error}") from error
     raise ArgumentError(f"{path} is a report in a format that this version can't read: {content['format']!r}")
@@ -119,10 +131,21 @@ _MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, Arith
 """Exceptions for content that is not that of a report."""
 
 
-def _summarize(content: dict[str, Any]) -> str:
+def _read_states(content: dict[str, Any]) -> dict[int, State | None]:
     states = {int(rank): state for rank, state in content["states"].items()}
     if content["size"] != len(states) or sorted(states) != list(range(len(states))):
         raise ValueError("it does not have the state of each rank")
+    return states
+
+
+def _analyse(content: dict[str, Any]) -> dict[str, Any]:
+    states = _read_states(content)
+    about = {name: content[name] for name in ("job", "why", "time", "size")}
+    return about | asdict(analyse(states, len(states)))
+
+
+def _summarize(content: dict[str, Any]) -> str:
+    states = _read_states(content)
     analysis = analyse(states, len(states))
     when = f"{datetime.fromtimestamp(content['time'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     lines = [*analysis.words, "", f"Job {content['job']}, {when}: {content['why']}", ""]

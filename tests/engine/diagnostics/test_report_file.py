@@ -14,7 +14,7 @@ from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import find_deadlock
 from mpicoll.engine.diagnostics.departures import make_departed_state
-from mpicoll.engine.diagnostics.report_file import format_report, summarize, write
+from mpicoll.engine.diagnostics.report_file import format_report, read_analysis, summarize, write
 from mpicoll.errors import ArgumentError
 
 
@@ -118,6 +118,10 @@ def test_words_of_a_report(tmp_path: Path) -> None:
     assert lines[4].startswith("Job job, 20")
     assert lines[4].endswith(" UTC: asked for")
     assert "Rank 0: pid None on None ()" in lines
+    content = json.loads(json.dumps(read_analysis(data)))
+    assert content == json.loads(data.read_text())["analysis"] | {
+        name: json.loads(data.read_text())[name] for name in ("job", "why", "time", "size")
+    }
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"format": "another 7"}'])
