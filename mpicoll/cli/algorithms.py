@@ -11,7 +11,7 @@ from typing import Any
 
 from mpicoll import schedules
 from mpicoll.cli import formatting
-from mpicoll.errors import AlgorithmError, ScheduleError
+from mpicoll.errors import AlgorithmError, ArgumentError, ScheduleError
 from mpicoll.schedules import Algorithm
 
 
@@ -44,6 +44,7 @@ def add(commands: Any) -> None:
         action.set_defaults(action=what)
     formatting.add_json(cost)
     draw.add_argument("-o", "--output", metavar="FILE", help="such as .png, .svg, .pdf or .txt")
+    draw.add_argument("--animate", action="store_true", help="a picture that moves, for browsers: an .svg file")
     parser.set_defaults(run=run)
 
 
@@ -238,6 +239,11 @@ def _draw(args: argparse.Namespace) -> int:
     algorithm = schedules.find(args.name)
     if len(args.ranks) != 1:
         raise AlgorithmError(f"a picture is of one number of ranks, not of {len(args.ranks)}; give --ranks P")
+    if args.animate:
+        if args.output is None or not args.output.lower().endswith(".svg"):
+            raise ArgumentError(f"--animate: a picture that moves is an SVG file, not {args.output}; give -o FILE.svg")
+        Path(args.output).write_text(schedules.animate(algorithm, args.ranks[0], args.root, args.segments))
+        return 0
     asks_text = args.output is not None and args.output.endswith(".txt")
     file = None if asks_text else args.output
     text = schedules.draw(algorithm, args.ranks[0], args.root, args.segments, file)

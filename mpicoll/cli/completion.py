@@ -85,7 +85,7 @@ class Command:
 
     @property
     def words(self) -> dict[str, str]:
-        """What may stand in place of a positional argument, with descriptions."""
+        """Sub-commands and known values of positional arguments, with descriptions."""
         return self.actions | {word: "" for one in self.positionals for word in one.words}
 
     @property

@@ -16,6 +16,7 @@ from mpicoll.schedules import (  # noqa: F401
     scan,
     scatter,
 )
+from mpicoll.schedules.animation import animate
 from mpicoll.schedules.cost import Cost, closed_form, cost, price, traffic
 from mpicoll.schedules.draw import draw
 from mpicoll.schedules.load_profile import Cluster, Profile
@@ -57,6 +58,7 @@ __all__ = [
     "Send",
     "algorithm",
     "algorithms_of",
+    "animate",
     "closed_form",
     "collectives",
     "cost",

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpicoll.errors import ArgumentError, ScheduleError, SetupError
-from mpicoll.schedules.cost import cost
-from mpicoll.schedules.matching import Exchange
-from mpicoll.schedules.model import Algorithm, Chunks, Copy, Local, find
-from mpicoll.wording import count
+from mpicoll.errors import ArgumentError, SetupError
+from mpicoll.schedules.model import Algorithm, Chunks, Copy, find
+from mpicoll.schedules.timeline import DrawnMessage, DrawnStep, format_runs, make_timeline, make_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-@dataclass(frozen=True, slots=True)
-class _DrawnMessage:
-    """A message in flight at `time`, the number of its round if all messages take equally long."""
-
-    time: int
-    source: int
-    to: int
-    sent: Chunks
-    received: Chunks
-    reduce: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _DrawnStep:
-    """A local step after the messages of `time`."""
-
-    time: int
-    rank: int
-    step: Local
 
 
 def draw(
@@ -65,74 +41,19 @@ def draw(
         ScheduleError: the algorithm deadlocks.
     """
     algorithm = find(algorithm)
-    messages, steps = _timeline(algorithm, size, root, segments)
-    title = _title(algorithm, size, root, segments)
+    timeline = make_timeline(algorithm, size, root, segments)
+    messages, steps = timeline.messages, timeline.steps
+    title = make_title(algorithm, size, root, segments)
     if file is not None:
         _picture(title, size, messages, file)
     return f"{title}\n\n{_table(size, messages, steps)}"
 
 
-def _timeline(
-    algorithm: Algorithm, size: int, root: int, segments: int
-) -> tuple[list[_DrawnMessage], list[_DrawnStep]]:
-    exchange = Exchange(algorithm, size, root, segments)
-    clock, latest = [0] * size, [0] * size
-    messages: list[_DrawnMessage] = []
-    steps: list[_DrawnStep] = []
-
-    def leave(rank: int) -> None:
-        clock[rank] = latest[rank]
-        steps.extend(_DrawnStep(clock[rank], rank, step) for step in exchange.round[rank].then)
-        todo.append(rank)
-
-    todo = deque(range(size))
-    while todo:
-        rank = todo.popleft()
-        if not exchange.enter(rank):
-            continue
-        if not exchange.open[rank]:
-            leave(rank)
-        for match in exchange.post(rank):
-            source, to = match.source, match.to
-            send, recv = exchange.round[source].sends[match.i], exchange.round[to].recvs[match.j]
-            time = max(clock[source], clock[to]) + 1
-            latest[source], latest[to] = max(latest[source], time), max(latest[to], time)
-            messages.append(_DrawnMessage(time, source, to, send.chunks, recv.chunks, recv.reduce))
-            for over in exchange.close(match):
-                leave(over)
-    if not all(exchange.done):
-        name = f"{algorithm.collective}/{algorithm.name}"
-        raise ScheduleError(f"{name}, size {size}: ranks wait for ever; verify says where")
-    return sorted(messages, key=lambda m: (m.time, m.source, m.to)), steps
-
-
-def _title(algorithm: Algorithm, size: int, root: int, segments: int) -> str:
-    costs = cost(algorithm, size, root, segments)
-    parts = [f"{algorithm.collective}/{algorithm.name} on {count(size, 'rank')}"]
-    if algorithm.segmented:
-        parts.append(count(segments, "segment"))
-    parts += [count(costs.rounds, "round"), count(costs.messages, "message")]
-    if costs.sent:
-        parts.append(f"at most {costs.sent} n sent per rank")
-    return ", ".join(parts)
-
-
-def _runs(chunks: Chunks) -> str:
-    """Format chunk indices with consecutive runs joined: ``0-3,7``."""
-    runs: list[list[int]] = []
-    for chunk in chunks:
-        if runs and chunk == runs[-1][1] + 1:
-            runs[-1][1] = chunk
-        else:
-            runs.append([chunk, chunk])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
 def _brackets(chunks: Chunks, reduce: bool = False) -> str:
-    return f" {'+' * reduce}[{_runs(chunks)}]" if chunks else ""
+    return f" {'+' * reduce}[{format_runs(chunks)}]" if chunks else ""
 
 
-def _table(size: int, messages: list[_DrawnMessage], steps: list[_DrawnStep]) -> str:
+def _table(size: int, messages: list[DrawnMessage], steps: list[DrawnStep]) -> str:
     cells: dict[tuple[int, int], list[str]] = defaultdict(list)
     for message in messages:
         cells[message.time, message.source].append(f"→{message.to}{_brackets(message.sent)}")
@@ -185,7 +106,7 @@ _DASHES = (0, (4, 1.6))
 _Palette = dict[int, str]
 
 
-def _picture(title: str, size: int, messages: list[_DrawnMessage], file: str | os.PathLike[str]) -> None:
+def _picture(title: str, size: int, messages: list[DrawnMessage], file: str | os.PathLike[str]) -> None:
     """Draw ranks as lines through time and messages as arrows across their round."""
     try:
         from matplotlib import rc_context
@@ -230,7 +151,7 @@ def picture_type(file: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"{os.fspath(file)}: no type of picture; the name must end in .png, .svg, .pdf or such")
 
 
-def _palette(messages: list[_DrawnMessage]) -> _Palette:
+def _palette(messages: list[DrawnMessage]) -> _Palette:
     """Return a colour for each first chunk of a message; many chunks share a scale, with neighbours alike."""
     firsts = sorted({message.sent[0] for message in messages if message.sent})
     if len(firsts) <= len(_COLOURS):
@@ -242,11 +163,11 @@ def _palette(messages: list[_DrawnMessage]) -> _Palette:
     return {first: to_hex(scale(0.05 + 0.88 * i / (len(firsts) - 1))) for i, first in enumerate(firsts)}
 
 
-def _ends(message: _DrawnMessage) -> tuple[tuple[float, float], tuple[float, float]]:
+def _ends(message: DrawnMessage) -> tuple[tuple[float, float], tuple[float, float]]:
     return (message.time - 0.94, message.source), (message.time - 0.07, message.to)
 
 
-def _arrow(axes: Axes, message: _DrawnMessage, palette: _Palette) -> None:
+def _arrow(axes: Axes, message: DrawnMessage, palette: _Palette) -> None:
     from matplotlib.patches import FancyArrowPatch
 
     colour = palette[message.sent[0]] if message.sent else _GREY
@@ -270,13 +191,13 @@ def _arrow(axes: Axes, message: _DrawnMessage, palette: _Palette) -> None:
         axes.plot(*head, "+", color=colour, markeredgewidth=1.4, markersize=6, zorder=6)
 
 
-def _labels(axes: Axes, messages: list[_DrawnMessage], palette: _Palette) -> None:
+def _labels(axes: Axes, messages: list[DrawnMessage], palette: _Palette) -> None:
     """Write the chunks on the arrows, each where it overlaps no other label of the round."""
     taken: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for message in messages:
         if not message.sent:
             continue
-        text = _runs(message.sent)
+        text = format_runs(message.sent)
         if len(text) > 14:
             text = f"{len(message.sent)} chunks"
         width = 0.08 + 0.06 * len(text)
@@ -292,7 +213,7 @@ def _labels(axes: Axes, messages: list[_DrawnMessage], palette: _Palette) -> Non
         axes.text(x, y, text, color="white", fontsize=8, ha="center", va="center", bbox=box, zorder=7)
 
 
-def _legend(axes: Axes, messages: list[_DrawnMessage], palette: _Palette) -> None:
+def _legend(axes: Axes, messages: list[DrawnMessage], palette: _Palette) -> None:
     from matplotlib.lines import Line2D
 
     handles = []

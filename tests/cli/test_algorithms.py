@@ -112,3 +112,13 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["algorithms", "verify", "--ranks", wrong])
         assert "are no numbers of ranks" in capsys.readouterr().err
+
+
+def test_a_picture_that_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ring.svg"
+    words = ["algorithms", "draw", "allreduce/ring", "--ranks", "3", "--animate"]
+    assert main([*words, "-o", str(file)]) == 0
+    assert file.read_text() == schedules.animate("allreduce/ring", 3)
+    for output in ([], ["-o", str(tmp_path / "ring.png")]):
+        assert main([*words, *output]) == 2
+        assert "give -o FILE.svg" in capsys.readouterr().err

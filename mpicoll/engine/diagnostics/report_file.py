@@ -112,8 +112,8 @@ def summarize(path: Path) -> str:
 
 
 def read_analysis(path: Path) -> dict[str, Any]:
-    """Return the analysis of a report, made again from its JSON: the sentences about it under "words", and what they are
-    made of. Raises ArgumentError if it is not an mpicoll report."""
+    """Return the analysis of a report, made again from its JSON: the sentences about it under "words", and the facts of
+    which they are made. Raises ArgumentError if it is not an mpicoll report."""
     return _read(path, _analyse)
 
 
