@@ -34,13 +34,23 @@ def main() -> None:
     x: Vector = np.full(4, float(world.rank))
     mean = average(x)
     blocks = mpicoll.gather(x)
+    assert_type(blocks, Vector | None)
+    assert_type(mpicoll.allgather(x), Vector)
+    assert_type(mpicoll.allgather(1.0), Any)  # an array, by the library of the operand: numpy for numbers
+    assert_type(mpicoll.alltoall(x[: world.size]), Vector)
+    assert_type(mpicoll.reduce_scatter(x[: world.size]), Vector)
+    assert_type(mpicoll.bcast(x), Vector)
+    assert_type(mpicoll.bcast(x if world.rank == 0 else None, out=x), Vector)
+    assert_type(mpicoll.scatter(x[: world.size] if world.rank == 0 else None, out=x[:1]), Vector)
     request = mpicoll.iallreduce(x, "max")
     largest = request.wait()
     settings: dict[str, Any] = mpicoll.bcast_object({"rate": 0.1} if world.rank == 0 else None)
     plan = mpicoll.allreduce_init(x, "sum", out=x)
     plan()
     half = world.split(world.rank % 2)
-    assert half is not None  # it is None where a rank passes no color
+    assert_type(half, mpicoll.Communicator)
+    first = world.split(0 if world.rank == 0 else None)
+    assert_type(first, mpicoll.Communicator | None)  # None where a rank passes no color
     received = exchange(world, x)
     mpicoll.barrier(comm=half)
     try:
@@ -52,6 +62,8 @@ def main() -> None:
     else:
         raise AssertionError
     half.free()
+    if first is not None:
+        first.free()
 
 
 if __name__ == "__main__":

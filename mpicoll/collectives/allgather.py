@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
+    Scalar,
     adds_rank_to_errors,
     check_gather_counts,
     get_block_bytes,
@@ -26,6 +28,26 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@overload
+def allgather(
+    x: Scalar,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def allgather(
+    x: ArrayT,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
 @repeats("allgather", "algorithm", "counts")
 def allgather(
     x: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
     adds_rank_to_errors,
     check_alltoall_counts,
@@ -29,14 +30,14 @@ from mpicoll.engine.world import CommLike, resolve
 
 @repeats("alltoall", "algorithm", "counts")
 def alltoall(
-    x: Any,
+    x: ArrayT,
     *,
     counts: tuple[Counts, Counts] | None = None,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Divide every rank's array along axis 0 into blocks, and send the i-th block to rank i.
 
     Args:
@@ -64,7 +65,10 @@ def alltoall(
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
     key = ("alltoall", algorithm, counts_key)
-    return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
+    result: ArrayT = call(
+        communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm)
+    )
+    return result
 
 
 def ialltoall(

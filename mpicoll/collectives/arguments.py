@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from math import prod
 from operator import index
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.buffer import Buffer
@@ -29,7 +31,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ArrayT = TypeVar("ArrayT")
-"""The type of an array or a number, which the result of a reduction has too."""
+"""The type of an array or a number, which the result of a reduction has too; of an array, that of most others."""
+
+Scalar: TypeAlias = complex | np.generic
+"""For type checkers, what counts as an array without axes, whose blocks are arrays of another type."""
 
 Counts = Sequence[int]
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_prototype, resolve_output
+from mpicoll.collectives.arguments import (
+    ArrayT,
+    adds_rank_to_errors,
+    make_query,
+    recognise_prototype,
+    resolve_output,
+)
 from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -17,6 +23,26 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@overload
+def bcast(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
+@overload
+def bcast(
+    x: Any,
+    root: int = ...,
+    *,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
 @repeats("bcast", "root", "algorithm")
 def bcast(
     x: Any,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
+    Scalar,
     adds_rank_to_errors,
     check_gather_counts,
     get_block_bytes,
@@ -27,6 +29,28 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@overload
+def gather(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def gather(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT | None: ...
 @repeats("gather", "root", "algorithm", "counts")
 def gather(
     x: Any,

@@ -12,7 +12,11 @@ from mpicoll.buffers.device import Device, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.streams import record_events
-from mpicoll.collectives.arguments import adds_rank_to_errors, resolve_output
+from mpicoll.collectives.arguments import (
+    ArrayT,
+    adds_rank_to_errors,
+    resolve_output,
+)
 from mpicoll.collectives.neighbours import NeighbourOperation, get_topology
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.proc_null import PROC_NULL
@@ -25,7 +29,7 @@ from mpicoll.errors import CommunicatorError, ShapeError
 
 
 def exchange_halo(
-    x: Any,
+    x: ArrayT,
     width: int | Sequence[int] = 1,
     *,
     axes: Sequence[int] | None = None,
@@ -33,7 +37,7 @@ def exchange_halo(
     out: Any = None,
     comm: CommLike = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Fill the halo of an array, its outer layers, with the adjacent inner layers of the neighbours on a grid.
 
     Along each axis that is divided among the ranks, the first `width` layers become the last inner layers of the rank
@@ -66,7 +70,8 @@ def exchange_halo(
         >>> mpicoll.exchange_halo(np.array([0, 1, 2, 3, 0]), comm=ring)
         array([3, 1, 2, 3, 1])
     """
-    return _prepare(resolve(comm), "exchange_halo", x, width, axes, corners, out).wait(timeout)
+    result: ArrayT = _prepare(resolve(comm), "exchange_halo", x, width, axes, corners, out).wait(timeout)
+    return result
 
 
 def iexchange_halo(

@@ -12,6 +12,7 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
     adds_rank_to_errors,
     check_timeout,
@@ -83,13 +84,13 @@ def ineighbor_allgather(x: Any, *, counts: Counts | None = None, out: Any = None
 
 
 def neighbor_alltoall(
-    x: Any,
+    x: ArrayT,
     *,
     counts: tuple[Counts, Counts] | None = None,
     out: Any = None,
     comm: CommLike = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Send a block to each destination, and receive one from each source.
 
     On a grid of ``comm.cart`` the neighbours are, for each dimension, the rank before this one and the one behind it:
@@ -120,7 +121,8 @@ def neighbor_alltoall(
         >>> mpicoll.neighbor_alltoall(np.array([1, 2]), comm=ring)
         array([2, 1])
     """
-    return _prepare_alltoall(resolve(comm), "neighbor_alltoall", x, counts, out).wait(timeout)
+    result: ArrayT = _prepare_alltoall(resolve(comm), "neighbor_alltoall", x, counts, out).wait(timeout)
+    return result
 
 
 def ineighbor_alltoall(

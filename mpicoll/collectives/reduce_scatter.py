@@ -9,6 +9,7 @@ from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
     adds_rank_to_errors,
     check_scatter_counts,
@@ -32,7 +33,7 @@ from mpicoll.errors import DTypeError
 
 @repeats("reduce_scatter", "op", "algorithm", "counts")
 def reduce_scatter(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     counts: Counts | None = None,
@@ -40,7 +41,7 @@ def reduce_scatter(
     comm: CommLike = None,
     algorithm: str | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Reduce the arrays of all ranks elementwise, and scatter blocks of the result: rank i gets the i-th.
 
     Args:
@@ -67,9 +68,10 @@ def reduce_scatter(
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
     key = ("reduce_scatter", op, algorithm, counts_key) if type(op) is str else ("reduce_scatter", UNCACHED)
-    return call(
+    result: ArrayT = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, counts=counts, algorithm=algorithm)
     )
+    return result
 
 
 def ireduce_scatter(

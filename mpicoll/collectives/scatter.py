@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
+    ArrayT,
     Counts,
+    Scalar,
     adds_rank_to_errors,
     check_gather_counts,
     check_scatter_counts,
@@ -29,6 +31,39 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@overload
+def scatter(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def scatter(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
 @repeats("scatter", "root", "algorithm", "counts")
 def scatter(
     x: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
 
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -117,6 +117,10 @@ class Communicator:
             transport.traffic.uncounted = True
         return transport.mpi
 
+    @overload
+    def split(self, color: int, key: int = ...) -> Communicator: ...
+    @overload
+    def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Create one communicator for each `color` (an integer >= 0), its ranks ordered by `key`, then by rank.
         Collective over all ranks. Return None on a rank that passes None as `color`. Raises RankError for a negative
