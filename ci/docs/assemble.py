@@ -27,7 +27,16 @@ NAVIGATION = {
     "Get started": ["tutorial", "installation", "coming-from", "operations", "torch", "examples/index"],
     "Train": ["data-parallel", "model-parallelism", "parameter-server", "synchronisation", "integrations"],
     "Run": ["command-line", "environment", "mpi", "slurm", "containers", "gpus", "scale"],
-    "Understand": ["algorithms", "catalogue/index", "speed", "faults", "tracing", "sharp-bits", "architecture"],
+    "Understand": [
+        "algorithms",
+        "catalogue/index",
+        "speed",
+        "benchmarks",
+        "faults",
+        "tracing",
+        "sharp-bits",
+        "architecture",
+    ],
     "Look up": [
         "api/index",
         "glossary",
