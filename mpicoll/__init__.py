@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.empty import empty
     from mpicoll.collectives.explain import explain
     from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
+    from mpicoll.collectives.file import File
     from mpicoll.collectives.gather import gather, gather_init, igather
     from mpicoll.collectives.halo import exchange_halo, iexchange_halo
     from mpicoll.collectives.message_buffers import Status
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         neighbor_allgather,
         neighbor_alltoall,
     )
+    from mpicoll.collectives.npy import load, save
     from mpicoll.collectives.objects import (
         allgather_object,
         alltoall_object,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         CommunicatorError,
         DeviceError,
         DTypeError,
+        FileError,
         MismatchError,
         MpicollError,
         NumericsError,
@@ -86,6 +89,8 @@ __all__ = [
     "CommunicatorError",
     "DTypeError",
     "DeviceError",
+    "File",
+    "FileError",
     "GraphCommunicator",
     "MismatchError",
     "MpicollError",
@@ -143,6 +148,7 @@ __all__ = [
     "iscan",
     "iscatter",
     "isend",
+    "load",
     "neighbor_allgather",
     "neighbor_alltoall",
     "premul_sum",
@@ -154,6 +160,7 @@ __all__ = [
     "reduce_scatter_init",
     "resilient",
     "run_local",
+    "save",
     "scan",
     "scan_init",
     "scatter",
@@ -180,10 +187,12 @@ _HOMES = {
     "collectives.empty": "empty",
     "collectives.explain": "explain",
     "collectives.exscan": "exscan exscan_init iexscan",
+    "collectives.file": "File",
     "collectives.gather": "gather gather_init igather",
     "collectives.halo": "exchange_halo iexchange_halo",
     "collectives.message_buffers": "Status",
     "collectives.neighbours": "ineighbor_allgather ineighbor_alltoall neighbor_allgather neighbor_alltoall",
+    "collectives.npy": "load save",
     "collectives.objects": "allgather_object alltoall_object bcast_object gather_object scatter_object",
     "collectives.p2p": "iprobe irecv isend probe recv send sendrecv",
     "collectives.reduce": "ireduce reduce reduce_init",
@@ -202,9 +211,9 @@ _HOMES = {
     "engine.run_local": "run_local",
     "engine.world": "world",
     "errors": (
-        "AlgorithmError ArgumentError CommunicationError CommunicatorError DTypeError DeviceError MismatchError"
-        " MpicollError NumericsError RankError RankFailed ScheduleError SetupError ShapeError SpawnError Timeout"
-        " TruncationError"
+        "AlgorithmError ArgumentError CommunicationError CommunicatorError DTypeError DeviceError FileError"
+        " MismatchError MpicollError NumericsError RankError RankFailed ScheduleError SetupError ShapeError SpawnError"
+        " Timeout TruncationError"
     ),
     "launch": "spawn",
 }

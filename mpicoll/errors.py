@@ -15,6 +15,7 @@
     │   ├── TruncationError      a message and the buffer that receives it differ in size
     │   ├── RankFailed           a peer has died; ``ranks`` are the dead ranks
     │   └── Timeout              (also a TimeoutError) an operation did not complete within its timeout
+    ├── FileError                (also an OSError) a file can't be opened, read or written; see ``filename``, ``errno``
     ├── NumericsError            (also a FloatingPointError) NaN or infinity found by MPICOLL_CHECK=numerics
     ├── SetupError               (also a RuntimeError) the environment is wrong: no MPI, two MPIs, a bad variable
     ├── SpawnError               (also a RuntimeError) a rank of a spawned job failed; see ``rank`` and ``status``
@@ -32,6 +33,7 @@ __all__ = [
     "CommunicatorError",
     "DTypeError",
     "DeviceError",
+    "FileError",
     "MismatchError",
     "MpicollError",
     "NumericsError",
@@ -122,6 +124,29 @@ class RankFailed(CommunicationError):
 
 class Timeout(CommunicationError, TimeoutError):
     """Operation that did not complete within its timeout. An operation that waits for a message is still pending."""
+
+
+class FileError(MpicollError, OSError):
+    """Failure to open, read or write a file.
+
+    ``filename`` is the path, ``errno`` the number of the system's error (None if the file itself is not as expected),
+    and ``ranks`` are the ranks of the communicator on which it occurred. After a collective call the error is the same
+    on all ranks, and the communicator stays usable.
+    """
+
+    def __init__(
+        self, message: str, filename: str | None = None, errno: int | None = None, ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.filename = filename
+        self.errno = errno
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # that of OSError depends on what it knows of the file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.filename, self.errno, self.ranks)
 
 
 class NumericsError(MpicollError, FloatingPointError):

@@ -15,14 +15,14 @@ NAMES = re.findall(
     r"\w+",
     """
     AlgorithmError ArgumentError CartesianCommunicator Choice CommunicationError Communicator CommunicatorError
-    DTypeError DeviceError GraphCommunicator MismatchError MpicollError NumericsError Op PROC_NULL Plan RankError
-    RankFailed Request ScheduleError SetupError ShapeError SpawnError Status Timeout TruncationError
+    DTypeError DeviceError File FileError GraphCommunicator MismatchError MpicollError NumericsError Op PROC_NULL Plan
+    RankError RankFailed Request ScheduleError SetupError ShapeError SpawnError Status Timeout TruncationError
     algorithms allgather allgather_init allgather_object allreduce allreduce_init alltoall alltoall_init alltoall_object
     barrier barrier_init bcast bcast_init bcast_object debug dims_create empty exchange_halo explain exscan exscan_init
     gather gather_init gather_object iallgather iallreduce ialltoall ibarrier ibcast iexchange_halo iexscan igather
-    ineighbor_allgather ineighbor_alltoall iprobe irecv ireduce ireduce_scatter iscan iscatter isend
+    ineighbor_allgather ineighbor_alltoall iprobe irecv ireduce ireduce_scatter iscan iscatter isend load
     neighbor_allgather neighbor_alltoall premul_sum probe recv reduce reduce_init reduce_scatter reduce_scatter_init
-    resilient run_local scan scan_init scatter scatter_init scatter_object schedules send sendrecv spawn trace
+    resilient run_local save scan scan_init scatter scatter_init scatter_object schedules send sendrecv spawn trace
     waitall waitany world
     """,
 )

@@ -63,11 +63,12 @@ API: dict[str, dict[str, str]] = {
         "Requests": "Request waitall waitany",
         "Reductions": "Op premul_sum",
         "Memory": "empty",
+        "Files": "File save load",
         "Algorithms": "algorithms explain Choice",
         "Debugging": "debug trace",
         "Errors": "MpicollError ArgumentError DTypeError ShapeError RankError AlgorithmError ScheduleError"
         " CommunicationError MismatchError TruncationError Timeout RankFailed CommunicatorError DeviceError"
-        " NumericsError SetupError SpawnError",
+        " FileError NumericsError SetupError SpawnError",
     },
     "mpicoll.schedules": {},
     "mpicoll.torch": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from operator import index
@@ -65,24 +66,36 @@ def empty(
 
 @adds_rank_to_errors
 def _prepare(comm: CommunicatorCore, shape: int | tuple[int, ...], dtype: Any, like: str, timeout: float | None) -> Any:
+    return make_array("empty", shape, dtype, like, lambda nbytes: _allocate(comm, nbytes, timeout))
+
+
+def check_shape(operation: str, shape: Any, argument: str = "shape") -> tuple[int, ...]:
+    """Return the extents of `shape`, a number or several. Raises ShapeError."""
     try:
         extents = tuple(index(n) for n in shape) if isinstance(shape, (tuple, list)) else (index(shape),)
     except TypeError:
         extents = (-1,)
     if min(extents, default=0) < 0:
-        raise ShapeError(f"empty: shape must be numbers >= 0, got {shape!r}")
+        raise ShapeError(f"{operation}: {argument} must be numbers >= 0, got {shape!r}")
+    return extents
+
+
+def make_array(operation: str, shape: Any, dtype: Any, like: str, allocate: Callable[[int], Array]) -> Any:
+    """Return an array of the library `like` in the memory that `allocate` returns for its bytes. Raises ShapeError and
+    DTypeError before it is allocated."""
+    extents = check_shape(operation, shape)
     if like == "torch":
         from mpicoll.buffers.torch import from_bytes, itemsize_of
 
-        return from_bytes(_allocate(comm, prod(extents) * itemsize_of("empty", dtype), timeout), dtype, extents)
+        return from_bytes(allocate(prod(extents) * itemsize_of(operation, dtype)), dtype, extents)
     if like != "numpy":
-        raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
+        raise DTypeError(f"{operation}: like must be 'numpy' or 'torch', got {like!r}")
     try:
         # numpy replaces a dtype without a size, such as 'S', by one with a size.
         numpy = dtypes.of_numpy(np.empty(0, dtype).dtype).storage
     except (TypeError, DTypeError) as error:
-        raise DTypeError(f"empty: {error}") from None
-    return np.ndarray(extents, numpy, _allocate(comm, prod(extents) * numpy.itemsize, timeout).data)
+        raise DTypeError(f"{operation}: {error}") from None
+    return np.ndarray(extents, numpy, allocate(prod(extents) * numpy.itemsize).data)
 
 
 def _allocate(comm: CommunicatorCore, nbytes: int, timeout: float | None) -> Array:

@@ -13,6 +13,7 @@ from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from mpicoll._shm import MessageCall
+    from mpicoll.transport.files import FileHandle
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""
@@ -238,6 +239,13 @@ class Transport(Protocol):
 
     def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
         """Share existing memory of this process, the beginning of the file behind `fd`, as :meth:`share` does."""
+
+    def open_file(self, path: str, fd: int, *, reads: bool, writes: bool, driver: str) -> FileHandle:
+        """Open the file behind the descriptor `fd`, which is taken over, on all ranks. Collective.
+
+        `driver` is "posix", "mpi", or "auto", which takes MPI-IO where the ranks are on several nodes and use MPI.
+        Raises OSError on the ranks that fail.
+        """
 
     def list_processes(self) -> Sequence[int]:
         """Return for each rank the number of its process, whose private memory can be read; 0 if it is a thread of this

@@ -117,6 +117,14 @@ ENDED_LAUNCHER = Quirk(
     "the report of what they waited for is written to the launcher's stderr, if the lowest rank is on its host",
 )
 
+FILE_ERRORS = Quirk(
+    "errors of collective writing to files",
+    "Open MPI",
+    "Open MPI",
+    "MPI_File_write_at_all succeeds on all ranks if the file system is full (seen with Open MPI 5.0.11)",
+    "collective calls of mpicoll.File use the functions of MPI that each rank calls for itself, and compare results",
+)
+
 SLOTS = Quirk(
     "root and oversubscription",
     "Open MPI",
@@ -129,6 +137,7 @@ QUIRKS = (
     PERSISTENT_COLLECTIVES,
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,
+    FILE_ERRORS,
     TRUNCATED_SIZES,
     SELF_PROGRESS,
     BUFFERED_SENDS,

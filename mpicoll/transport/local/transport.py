@@ -6,7 +6,7 @@ import itertools
 import mmap
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
@@ -19,6 +19,9 @@ from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
 from mpicoll.transport.local.posted_round import LocalRound
 from mpicoll.wording import rank_list
+
+if TYPE_CHECKING:
+    from mpicoll.transport.files import PosixFile
 
 
 class LocalPending:
@@ -202,6 +205,11 @@ class LocalTransport:
 
     def count_cores(self) -> int:
         return cores.count_cores([0], 0, self.size)
+
+    def open_file(self, path: str, fd: int, *, reads: bool, writes: bool, driver: str) -> PosixFile:
+        from mpicoll.transport.files import PosixFile  # late: few programs open files
+
+        return PosixFile(fd, self.rank)
 
     def list_processes(self) -> list[int]:
         return [0] * self.size

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -23,6 +23,9 @@ from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
 from mpicoll.wording import rank_list
+
+if TYPE_CHECKING:
+    from mpicoll.transport.files import FileHandle
 
 _GROUP_TAGS = 1 << 15
 """On the communicator of the collectives, tags from here on are those by which MPI creates groups, and lower ones those
@@ -84,6 +87,17 @@ class MpiTransport(MessagePassing):
         if memories is None:
             raise CommunicationError(failure)
         return memories
+
+    def open_file(self, path: str, fd: int, *, reads: bool, writes: bool, driver: str) -> FileHandle:
+        # Not at module level: few programs open files.
+        if driver == "posix" or (driver == "auto" and len(set(self.nodes)) == 1):
+            from mpicoll.transport.files import PosixFile
+
+            return PosixFile(fd, self.rank)
+        from mpicoll.transport.mpi.files import MpiFile
+
+        os.close(fd)
+        return MpiFile(self._collective, path, reads=reads, writes=writes)
 
     def list_processes(self) -> list[int]:
         return list(self._facts.processes)

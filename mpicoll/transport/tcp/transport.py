@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from mpicoll.transport.hashes import blake2b
 from mpicoll.transport.tcp.mesh import Mesh
 from mpicoll.transport.tcp.messages import MessagePassing
 from mpicoll.wording import rank_list
+
+if TYPE_CHECKING:
+    from mpicoll.transport.files import PosixFile
 
 
 class TcpTransport(MessagePassing):
@@ -103,6 +106,11 @@ class TcpTransport(MessagePassing):
         if memories is None:
             raise CommunicationError(failure)
         return memories
+
+    def open_file(self, path: str, fd: int, *, reads: bool, writes: bool, driver: str) -> PosixFile:
+        from mpicoll.transport.files import PosixFile  # late: few programs open files
+
+        return PosixFile(fd, self.rank)
 
     def list_processes(self) -> list[int]:
         return list(self.facts.processes)
