@@ -54,7 +54,8 @@ if wanted lint; then
     check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs mpicoll examples ci
     check analysis 300 ci/analyse.sh
 fi
-compilation=(compilation 300 python -m pytest --collect-only -qq -p no:cacheprovider)
+# Compiles all tests, and lists the files that have any for mpirun.
+compilation=(compilation 300 python -m pytest --collect-only -qq -p no:cacheprovider -m mpi)
 if [[ $only$tier == alldefault ]]; then
     # Beside mypy, which uses one core. Otherwise each worker of the next stage would compile all tests.
     beside "${compilation[@]}"
@@ -99,8 +100,9 @@ if wanted mpi; then
     elif [[ $tier == long ]]; then
         for np in 1 2 3 4; do mpi "$np" -m mpi; done
     else
-        mpi 3 -m mpi
-        # Ranks that collected the other files too would take longer for that than for these tests.
+        # Ranks that collected the other files too would take longer for that than for many tests.
+        mapfile -t files < <(sed -n 's/^\(tests\/.*\.py\): [0-9]*$/\1/p' "$results/compilation.log" 2>/dev/null)
+        mpi 3 -m mpi ${files[@]+"${files[@]}"}
         mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.every_size' tests)
         for np in 2 4; do mpi "$np" -m "mpi and every_size" "${files[@]}"; done
     fi
