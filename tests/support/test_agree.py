@@ -158,7 +158,7 @@ def test_hypothesis_shrinks_in_step(failing: tuple[Done, Path]) -> None:
 
 
 def test_marked_tests_are_skipped_without_the_option(tmp_path: Path) -> None:
-    done = run(tmp_path, {"it": "def test_it(): assert False"}, with_mpi=False)
+    done = run(tmp_path, {"it": "def test_it(): assert False"}, size=1, with_mpi=False)
     assert done.returncode == 0, done.stdout
     assert "1 skipped" in done.stdout
 
@@ -238,13 +238,19 @@ def test_it(): comm.Barrier()
 }
 
 
+OF_LONG = ("teardown", "interrupt")
+"""What another one of ENDED does by the same code, but for a few lines."""
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
+def ended(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[str], Done]]:
     """Return the end of a job of ENDED. Most of their time is waiting, so several of them run at the same time."""
+    long = pytestconfig.getoption("--tier") == "long"
     with ThreadPoolExecutor(3) as pool:
         jobs: dict[str, Future[Done]] = {
             name: pool.submit(run, tmp_path_factory.mktemp("ended"), {"it": tests}, size=size)
             for name, (size, tests) in ENDED.items()
+            if long or name not in OF_LONG
         }
 
         def one(name: str) -> Done:
@@ -269,6 +275,7 @@ def test_hang_ends_at_its_timeout_with_every_stack(ended: Callable[[str], Done])
     assert "else: time.sleep(100)" in done.stdout
 
 
+@pytest.mark.long
 def test_hang_in_teardown_after_a_failure(ended: Callable[[str], Done]) -> None:
     """pytest-timeout takes a failure for the beginning of a debugger's session, and stops its clock."""
     assert "test_hang is over its time" in ended("teardown").stdout
@@ -280,7 +287,9 @@ def test_hang_with_the_gil_held_on_all_ranks(ended: Callable[[str], Done]) -> No
     assert "in test_hang" in done.stdout
 
 
-@pytest.mark.parametrize(("leave", "said"), [("os._exit", ""), ("interrupt", "interrupted")])
+@pytest.mark.parametrize(
+    ("leave", "said"), [("os._exit", ""), pytest.param("interrupt", "interrupted", marks=pytest.mark.long)]
+)
 def test_rank_that_leaves_ends_the_job(ended: Callable[[str], Done], leave: str, said: str) -> None:
     assert said in ended(leave).stdout
 
