@@ -67,6 +67,18 @@ def describe(run: dict[str, Any]) -> dict[str, Any]:
     return {"machine": machine, **{name: run[name] for name in ("ranks", "nodes", "mpi", "versions", "method")}}
 
 
+DARK = """
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6eaee !important; }
+  [style*="fill: #ffffff"] { fill: #16191d !important; }
+  [style*="stroke: #000000"] { stroke: #a3adb6 !important; }
+  [style*="stroke: #0072b2"] { stroke: #56b4e9 !important; }
+  [style*="fill: #0072b2"] { fill: #56b4e9 !important; }
+}
+"""
+"""Colours of a figure for readers whose system is in dark mode: those of matplotlib, replaced."""
+
+
 def condense(contestant: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a contestant with the number and the quartiles of its blocks in place of their times."""
     low, high = np.percentile(contestant["blocks"], [25, 75])
@@ -199,7 +211,7 @@ def draw(collective: str, chosen: list[dict[str, Any]], file: Path) -> None:
 
     # The same measurement must give the same file: no date, no random ids.
     with rc_context({"svg.hashsalt": "mpicoll", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(6.2, 3.6), layout="constrained")
+        figure = Figure(figsize=(5.4, 3.5), layout="constrained")
         axes = figure.add_subplot()
         sizes = [point["nbytes"] for point in chosen]
         for name, style in STYLES.items():
@@ -211,13 +223,16 @@ def draw(collective: str, chosen: list[dict[str, Any]], file: Path) -> None:
         axes.set_yscale("log")
         axes.set_xticks(sizes, [formatting.nbytes(size) for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda time, _: formatting.seconds(time).replace(".00", "")))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda time, _: re.sub(r"\.0+ ", " ", formatting.seconds(time))))
         axes.set_xlabel("size")
         axes.set_ylabel("time per call")
         axes.set_title(f"{collective}, {chosen[0]['ranks']} ranks, {chosen[0]['dtype']}", loc="left", fontsize=11)
         axes.grid(visible=True, which="major", alpha=0.3)
         axes.legend(frameon=False)
         figure.savefig(file, metadata={"Date": None})
+    # Lines that end with blanks, as matplotlib writes them, are no part of the picture.
+    text = "\n".join(line.rstrip() for line in file.read_text().splitlines()) + "\n"
+    file.write_text(text.replace("<defs>", f"<style>{DARK}</style>\n<defs>", 1))
 
 
 def main() -> None:
