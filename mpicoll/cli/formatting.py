@@ -21,6 +21,9 @@ from mpicoll.errors import SetupError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f8790")
+"""Colours of figures: Okabe and Ito's, which people with any kind of colour vision can distinguish, and grey."""
+
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
 _WIDTH = 80

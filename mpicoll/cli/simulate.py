@@ -268,14 +268,18 @@ def _plot(
     figure = Figure((8, 5), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, points) in enumerate(lines.items()):
+        colour = formatting.COLOURS[number % len(formatting.COLOURS)]
         if points:
-            axes.plot(*zip(*points, strict=True), label=name, color=f"C{number}", linewidth=1.6)
+            dashes = ("-", "--", "-.", ":")[number % 4]
+            axes.plot(*zip(*points, strict=True), label=name, color=colour, linestyle=dashes, linewidth=1.6)
         if marked := marks.get(name):
-            axes.plot(*zip(*marked, strict=True), color=f"C{number}", marker="o", linestyle="none", markersize=4)
+            axes.plot(*zip(*marked, strict=True), color=colour, marker="o", linestyle="none", markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: formatting.nbytes(size)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: formatting.seconds(seconds)))
+    axes.set_xlabel("size")
+    axes.set_ylabel("time per call")
     axes.set_title(title)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import subprocess
@@ -265,6 +266,22 @@ def test_commands_without_extras(tmp_path: Path, words: str, shown: str) -> None
     done = run(tmp_path, *words.split())
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("bench barrier -np 2 --seconds 0.01", {"machine", "points", "settings"}),
+        ("tune barrier -np 2 --seconds 0.01 --dry-run", {"jobs"}),
+        ("study sync --ranks 2 --sizes 1k --seconds 0.01 --predict 0 --algorithms ring", {"runs", "prediction"}),
+    ],
+)
+def test_nothing_but_json_where_it_goes_to_stdout(tmp_path: Path, words: str, keys: set[str]) -> None:
+    """Of commands whose ranks run in other processes."""
+    done = run(tmp_path, *words.split(), "--json")
+    assert done.returncode == 0, done.stderr
+    assert keys <= json.loads(done.stdout).keys()
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,7 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
         axes.plot(
             [point.workload.nbytes for point in done],
             values,
+            color=formatting.COLOURS[number % len(formatting.COLOURS)],
             marker="osD^v<>pX*"[number % 10],
             markersize=4,
             linewidth=2 if name == "mpicoll" else 1.3,
@@ -272,6 +273,7 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: formatting.nbytes(size)))
     axes.tick_params(axis="x", labelrotation=45)
+    axes.set_xlabel("size")
     if against == "time":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda time, _: _plain(time * 1e6)))
         axes.set_ylabel("µs per call (median)")
