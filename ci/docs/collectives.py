@@ -8,7 +8,7 @@ writes collective-NAME.svg for each. The pages of docs/ show these files, and te
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,5 +121,8 @@ def draw_array(x: int, y: int, content: Content | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     for collective in MOVES:
-        Path(sys.argv[1], f"collective-{collective}.svg").write_text(draw(collective))
+        (folder / f"collective-{collective}.svg").write_text(draw(collective))
