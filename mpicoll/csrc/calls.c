@@ -135,23 +135,35 @@ static bool is_plain(PyObject *value)
            PyType_Check(value);
 }
 
-/* Compare a value with a plain one: Python's == would take 1.0 and True for 1. */
+/* Return the number of elements of a tuple or a list, -1 for other values. */
+static Py_ssize_t get_length(PyObject *value)
+{
+    return PyTuple_CheckExact(value) ? PyTuple_Size(value) : PyList_CheckExact(value) ? PyList_Size(value) : -1;
+}
+
+static PyObject *get_element(PyObject *value, Py_ssize_t index)
+{
+    return PyTuple_CheckExact(value) ? PyTuple_GetItem(value, index) : PyList_GetItem(value, index);
+}
+
+/* Compare a value with a plain one: Python's == would take 1.0 and True for 1. A list is equal to a tuple of the same
+ * values: both may be passed as counts. */
 static bool is_equal(PyObject *value, PyObject *plain)
 {
     if (value == plain)
         return true;
-    if (Py_TYPE(value) != Py_TYPE(plain) || PyType_Check(plain))
-        return false;
-    if (!PyTuple_CheckExact(plain))
-        return PyObject_RichCompareBool(value, plain, Py_EQ) == 1;
-    Py_ssize_t size = PyTuple_Size(plain);
-    if (size != PyTuple_Size(value))
-        return false;
-    for (Py_ssize_t i = 0; i < size; i++) {
-        if (!is_equal(PyTuple_GetItem(value, i), PyTuple_GetItem(plain, i)))
+    if (PyTuple_CheckExact(plain)) {
+        const Py_ssize_t size = PyTuple_Size(plain);
+        if (get_length(value) != size)
             return false;
+        for (Py_ssize_t i = 0; i < size; i++) {
+            if (!is_equal(get_element(value, i), PyTuple_GetItem(plain, i)))
+                return false;
+        }
+        return true;
     }
-    return true;
+    return Py_TYPE(value) == Py_TYPE(plain) && !PyType_Check(plain) &&
+           PyObject_RichCompareBool(value, plain, Py_EQ) == 1;
 }
 
 static bool is_equal_key(PyObject *const *key, Py_ssize_t size, PyObject *other)
@@ -170,7 +182,11 @@ static uint64_t hash_value(PyObject *value)
 {
     if (PyUnicode_CheckExact(value) || PyLong_CheckExact(value))
         return (uint64_t)PyObject_Hash(value);
-    return PyTuple_CheckExact(value) ? 0 : (uintptr_t)value >> 4;
+    const Py_ssize_t size = get_length(value);
+    uint64_t hash = 0;
+    for (Py_ssize_t i = 0; i < size; i++)
+        hash = hash * 31 + hash_value(get_element(value, i));
+    return size >= 0 ? hash : (uintptr_t)value >> 4;
 }
 
 /* Return the first place of a call in the table. */

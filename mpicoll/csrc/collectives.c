@@ -15,6 +15,7 @@
 
 #include "direct.h"
 #include "shared_writes.h"
+#include "uneven_blocks.h"
 
 enum {
     RELEASE_AT = 64 * 1024,    /* bytes from which on the GIL is released for the whole collective */
@@ -27,12 +28,6 @@ enum {
 
 _Static_assert((int)RING_SLOT_BYTES < (int)ROTATE_AT, "ring slots have one place");
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
-
-/* The place in a slot of what is written before a step. */
-static inline size_t find_place(const Collective *one, uint32_t step)
-{
-    return one->stride == 0 ? 0 : (size_t)((step - 1) / 2 % one->places) * one->stride;
-}
 
 /* Return where the data of a rank for a step lies.
  *
@@ -62,9 +57,7 @@ static inline int end_step(const Collective *one)
     return one->waits_for_all ? sync_ranks(one->steps) : sync_with(one->steps, one->first, one->last);
 }
 
-/* Use several places of a slot in turn, so that what is written to one has left the private caches of the cores that
- * read it last time: a store is slow while it is there. */
-static void set_places(Collective *one, size_t used)
+void set_places(Collective *one, size_t used)
 {
     used += -used % CACHE_LINE;
     if (used < ROTATE_AT || used > ROTATED / 2 || ROTATED > one->steps->slot_bytes)
@@ -311,7 +304,9 @@ static int move_blocks(const Collective *one, const char *source, char *target)
 
 /* The sizes of the ranks' blocks. */
 typedef struct {
-    const size_t *blocks; /* bytes of the ranks' blocks, or of the vector alone */
+    const size_t *blocks;   /* bytes of the ranks' blocks, or of the vector alone */
+    const size_t *expected; /* of alltoall whose blocks differ in size: bytes of the blocks for this rank; else NULL */
+    uint64_t rows;          /* number for these sizes */
     size_t total, largest;
     int root;
 } Layout;
@@ -479,7 +474,9 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
 {
     one->nbytes = layout->total;
     one->root = layout->root;
-    if (strcmp(name, "barrier") == 0) {
+    if (layout->expected != NULL && strcmp(name, "alltoall") == 0) {
+        plan_uneven_blocks(one, layout->blocks, layout->expected, piece, layout->rows);
+    } else if (strcmp(name, "barrier") == 0) {
         one->run = run_barrier;
         one->step_count = 1;
     } else if (strcmp(name, "allreduce") == 0 || strcmp(name, "reduce") == 0) {
@@ -516,13 +513,23 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
     return 0;
 }
 
+/* Read the sizes of blocks, in bytes. There may be an exception afterwards. */
+static void read_sizes(PyObject *counts, Py_ssize_t blocks, size_t itemsize, size_t *nbytes)
+{
+    for (Py_ssize_t block = 0; block < blocks && !PyErr_Occurred(); block++) {
+        PyObject *count = PySequence_GetItem(counts, block);
+        nbytes[block] = count == NULL ? 0 : PyLong_AsSize_t(count) * itemsize;
+        Py_XDECREF(count);
+    }
+}
+
 static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
         "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature",
-        "identity", "reads", "width", NULL};
+        "identity", "reads", "width", "arrivals", "rows", NULL};
     Collective *one = (Collective *)self;
-    PyObject *steps, *counts;
+    PyObject *steps, *counts, *arrivals = Py_None;
     const char *name, *op, *dtype;
     Py_ssize_t itemsize, piece;
     int root, flat;
@@ -530,9 +537,10 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     const char *identity = NULL;
     Py_ssize_t identity_bytes = 0, width = 0;
     int reads = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#pn", names, &steps, &name, &op, &dtype, &itemsize,
+    unsigned long long rows = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#pnOK", names, &steps, &name, &op, &dtype, &itemsize,
                                      &counts, &root, &piece, &flat, &signature, &identity, &identity_bytes,
-                                     &reads, &width))
+                                     &reads, &width, &arrivals, &rows))
         return -1;
     /* Objects are initialised once: other threads may run them. */
     if (one->steps != NULL || itemsize < 1 || piece < 1 || width < 0 ||
@@ -543,10 +551,11 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     }
     one->steps = (Steps *)Py_NewRef(steps);
     const int size = one->steps->size;
-    const Py_ssize_t blocks = PySequence_Size(counts);
-    if (blocks < 0)
+    const bool uneven = arrivals != Py_None;
+    const Py_ssize_t blocks = PySequence_Size(counts), expected = uneven ? PySequence_Size(arrivals) : 0;
+    if (blocks < 0 || expected < 0)
         return -1;
-    if (blocks > size || root < 0 || root >= size) {
+    if (blocks > size || root < 0 || root >= size || (uneven && (blocks != size || expected != size))) {
         PyErr_SetString(PyExc_ValueError, "Collective: invalid counts or root");
         return -1;
     }
@@ -562,17 +571,17 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     one->reduce = one->reduce_out = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
     one->parts = PyMem_Calloc(MAX_THREADS * (size_t)size, sizeof(void *));
-    size_t *nbytes = PyMem_Calloc((size_t)size, sizeof(size_t));
+    size_t *nbytes = PyMem_Calloc(2 * (size_t)size, sizeof(size_t));
     if (one->moves == NULL || one->parts == NULL || nbytes == NULL) {
         PyMem_Free(nbytes);
         PyErr_NoMemory();
         return -1;
     }
-    Layout layout = {.blocks = nbytes, .root = root};
+    Layout layout = {.blocks = nbytes, .expected = uneven ? nbytes + size : NULL, .rows = rows, .root = root};
+    read_sizes(counts, blocks, one->itemsize, nbytes);
+    if (uneven)
+        read_sizes(arrivals, expected, one->itemsize, nbytes + size);
     for (Py_ssize_t block = 0; block < blocks; block++) {
-        PyObject *count = PySequence_GetItem(counts, block);
-        nbytes[block] = count == NULL ? 0 : PyLong_AsSize_t(count) * one->itemsize;
-        Py_XDECREF(count);
         layout.total += nbytes[block];
         layout.largest = nbytes[block] > layout.largest ? nbytes[block] : layout.largest;
     }
@@ -717,11 +726,13 @@ static PyMemberDef members[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature,"
-                " identity=b'', reads=False, width=0)\n--\n\n"
+                " identity=b'', reads=False, width=0, arrivals=None, rows=0)\n--\n\n"
                 "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
                 " `identity` is an element, of which the output of exscan on rank 0 consists."
                 " With `reads`, the ranks read each other's private memory if no rank forbids it; `width` is the bytes"
-                " of a piece that is reduced in memory of others (0: the default)."},
+                " of a piece that is reduced in memory of others (0: the default). `arrivals` are the elements that are"
+                " received from each rank where `counts` are those of this rank only; the numbers `rows` of all ranks"
+                " add up to 0 modulo 2 to the power of 62 if the counts of senders and receivers agree."},
     {Py_tp_init, init_collective},
     {Py_tp_dealloc, dealloc_collective},
     {Py_tp_traverse, traverse_collective},

@@ -44,6 +44,8 @@ struct Collective {
     size_t source_bytes, target_bytes;
     size_t nbytes;         /* of the vector, or of all blocks */
     size_t width;          /* bytes of a piece of each block */
+    size_t spacing;        /* of blocks that differ in size: bytes from the first piece for a rank to the next one */
+    uint64_t rows;         /* number for the sizes of these blocks */
     ReduceKernel reduce;
     ReduceKernel reduce_out; /* the same for results that go to the output and are not read at once */
     bool streams;          /* the output is written around the caches, which do not hold the arrays of all ranks */
@@ -96,6 +98,16 @@ static inline void copy_out(const Collective *one, char *to, const char *from, s
     else
         copy_piece(one, to, from, nbytes);
 }
+
+/* The place in a slot of what is written before a step. */
+static inline size_t find_place(const Collective *one, uint32_t step)
+{
+    return one->stride == 0 ? 0 : (size_t)((step - 1) / 2 % one->places) * one->stride;
+}
+
+/* Use several places of a slot in turn for messages of `used` bytes, so that what is written to one has left the private
+ * caches of the cores that read it last time: a store is slow while it is there. */
+void set_places(Collective *one, size_t used);
 
 /* Copy this rank's own block from its input to its output. */
 static inline void copy_own(const Collective *one, const char *source, char *target)

@@ -437,6 +437,41 @@ int run_direct(const Collective *one, const char *source, char *target)
     return status;
 }
 
+int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own)
+{
+    Steps *steps = one->steps;
+    const int rank = steps->rank, size = steps->size, parity = get_parity(steps);
+    if (allocate(one) < 0) {
+        acquire_gil(steps);
+        PyErr_NoMemory();
+        end_failed(steps);
+        return -1;
+    }
+    Locations *all = steps->locations;
+    memset(all->posted[rank], 0, sizeof all->posted[rank]);
+    for (int peer = 0; peer < size; peer++) {
+        /* Of the block for each rank: only this one knows where it begins. */
+        const int64_t address = (int64_t)(uintptr_t)(source + one->moves[size + peer].from);
+        memcpy(get_slot(steps, parity, rank) + (size_t)peer * sizeof address, &address, sizeof address);
+    }
+    if (exchange_locations(one) < 0)
+        return -1;
+    if (!can_all_read(one))
+        return 0;
+    for (int i = 1; i < size; i++) {
+        const int peer = (rank + i) % size;
+        const Move *move = &one->moves[peer];
+        memcpy(&all->posted[peer][SOURCE], get_slot(steps, parity, peer) + (size_t)rank * sizeof(int64_t),
+               sizeof(int64_t));
+        if (start < move->nbytes &&
+            read_array(one, peer, SOURCE, start, target + move->to + start, move->nbytes - start) < 0)
+            return -1;
+    }
+    if (copies_own)
+        copy_own(one, source, target);
+    return sync_ranks(steps) < 0 ? -1 : 1;
+}
+
 /* --- methods of Steps */
 
 PyObject *add_segment(PyObject *self, PyObject *args)

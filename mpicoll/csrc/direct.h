@@ -22,6 +22,10 @@ int locate_arrays(const Collective *one, const char *source, const char *target)
  * so, on all ranks, which have exchanged locations only; -1 with an exception. */
 int run_direct(const Collective *one, const char *source, char *target);
 
+/* Read the blocks of alltoall whose sizes differ, from their byte `start` on, from the memory of the other ranks, and
+ * copy this rank's own one if `copies_own`. Returns as run_direct. */
+int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own);
+
 /* Methods of Steps. */
 PyObject *add_segment(PyObject *self, PyObject *args);
 PyObject *remove_segment(PyObject *self, PyObject *number);

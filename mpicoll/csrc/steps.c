@@ -692,6 +692,17 @@ int sync_failed(Steps *steps)
     return end_operation(steps, status, 0);
 }
 
+void raise_row_mismatch(Steps *steps)
+{
+    const bool held = steps->released == NULL;
+    acquire_gil(steps);
+    steps->left = true;
+    call_python(steps, "raise_row_mismatch");
+    raise_interrupt(steps);
+    if (!held)
+        release_gil(steps);
+}
+
 /* Keep the running operation, and its description in shared memory, for the next step. */
 static inline void keep_call(Steps *steps)
 {

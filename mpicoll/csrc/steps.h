@@ -116,6 +116,10 @@ int catch_up(Steps *steps);
 /* End a step in which this rank has failed. As sync_ranks, but the failure of this rank is not an exception. */
 int sync_failed(Steps *steps);
 
+/* End the running operation on all ranks, which have seen in its last step that blocks differ in size from what their
+ * receivers expect. Raises the error. */
+void raise_row_mismatch(Steps *steps);
+
 void release_gil(Steps *steps);
 void acquire_gil(Steps *steps);
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_every_collective_takes_it(comm: mpicoll.Communicator, algorithm: str | 
         else:
             assert got is None
     assert repeat(core, lambda: mpicoll.barrier(**how)) is None
+
+
+def test_counts_may_be_lists_and_differ_from_call_to_call(comm: mpicoll.Communicator) -> None:
+    core, rank, size = core_of(comm), comm.rank, comm.size
+    for rows in (0, 1, 5, 300):
+        send = [rows + (rank + dest) % 2 for dest in range(size)]
+        x = np.repeat(100.0 * rank + np.arange(size), send)
+        want = np.repeat(100.0 * np.arange(size) + rank, send)
+        for counts in ((send, send), (tuple(send), send), [tuple(send)] * 2):
+            out = np.empty_like(want)
+            assert repeat(core, partial(mpicoll.alltoall, x, counts=counts, out=out, comm=comm)) is out
+            np.testing.assert_array_equal(out, want)
+        wrong = [*send]
+        wrong[rank] += 1
+        with pytest.raises(mpicoll.ShapeError):
+            mpicoll.alltoall(x, counts=(send, wrong), comm=comm)
 
 
 @pytest.mark.parametrize("elements", [4, 40_000])

@@ -105,8 +105,8 @@ class Arena(Steps):
         signature, mine = call.row_signature(self.rank)
         self.post(mine)
         self.step_signature(signature)
-        if sum(row for (row,) in self.read_posted(1)) % ROW_MODULUS and self._row_mismatch_error is not None:
-            raise self._row_mismatch_error()
+        if sum(row for (row,) in self.read_posted(1)) % ROW_MODULUS:
+            self.raise_row_mismatch()
         return self.take_interrupt()
 
     def sync(self) -> None:
@@ -198,6 +198,12 @@ class Arena(Steps):
             self.abandon()
             what = "has abandoned this operation"
         raise CommunicationError(f"{self._name_rank()}: rank {failed} {what}, as its own error explains")
+
+    def raise_row_mismatch(self) -> None:
+        """Raise the error of an operation whose blocks differ in size from what their receivers expect. Called by all
+        ranks, and by the extension."""
+        error = None if self._row_mismatch_error is None else self._row_mismatch_error()
+        raise error or CommunicationError(f"{self._name_rank()}: ranks expect other counts than are sent")
 
     def wait_for_late_ranks(self) -> None:
         """Wait until all ranks have reached the current step of this rank. Called by ``step``, which calls it again

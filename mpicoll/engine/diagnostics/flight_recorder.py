@@ -7,7 +7,7 @@ Call sites are recorded only where they are needed (``MPICOLL_CHECK``, ``MPICOLL
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from types import FrameType
 from typing import Any, TypeAlias
@@ -138,15 +138,9 @@ class Call:
         return signature
 
     def row_signature(self, rank: int) -> tuple[int, int]:
-        """Return :meth:`sign`, and a number of 62 bits for the rows that `rank` sends to and receives from each rank.
-
-        The rows are alltoall's counts. The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block
-        has the rows that its receiver expects, and otherwise to another number with a probability of nearly 1.
-        """
+        """Return :meth:`sign`, and :func:`number_rows` of this call on `rank`."""
         if self._row_signature is None:
-            sent = sum(hash((rank, dest, count)) for dest, count in enumerate(self.counts))
-            expected = sum(hash((source, rank, count)) for source, count in enumerate(self.arrivals))
-            self._row_signature = self.sign(), (sent - expected) % ROW_MODULUS
+            self._row_signature = self.sign(), number_rows(rank, self.counts, self.arrivals)
         return self._row_signature
 
     def __str__(self) -> str:
@@ -179,7 +173,20 @@ class Call:
 
 
 ROW_MODULUS = 1 << 62
-"""The modulus of :meth:`Call.row_signature`."""
+"""The modulus of :func:`number_rows`."""
+
+
+def number_rows(rank: int, counts: Sequence[int], arrivals: Sequence[int]) -> int:
+    """Return a number of 62 bits for the rows that `rank` sends to and receives from each rank, which are alltoall's
+    counts.
+
+    The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block has the rows that its receiver expects, and
+    otherwise to another number with a probability of nearly 1.
+    """
+    sent = sum(hash((rank, dest, count)) for dest, count in enumerate(counts))
+    expected = sum(hash((source, rank, count)) for source, count in enumerate(arrivals))
+    return (sent - expected) % ROW_MODULUS
+
 
 COMPARED_BY_EXECUTOR = -1
 """The ``signature`` of calls that their executor compares."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class CollectiveSpec(NamedTuple):
-    """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone."""
+    """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone. Of alltoall
+    with counts they are those of the blocks that this rank sends, `arrivals` those of the blocks that it receives, and
+    `rows` is their :func:`~mpicoll.engine.diagnostics.flight_recorder.number_rows`."""
 
     collective: str
     method: str
@@ -28,12 +30,15 @@ class CollectiveSpec(NamedTuple):
     """Bytes of a piece."""
     identity: bytes = b""
     """The elements of the output of exscan on rank 0."""
+    arrivals: tuple[int, ...] = ()
+    rows: int = 0
 
     @property
     def signature(self) -> int:
         """Hash of the parameters: the same on all ranks, and with high probability different for other operations."""
         what = self.dtype.itemsize if self.fold is None else self.fold.what
-        fields = (self.collective, self.method, what, self.counts, self.root, self.segment)
+        counts = "each rank's own" if self.arrivals else self.counts
+        fields = (self.collective, self.method, what, counts, self.root, self.segment)
         return crc32(repr(fields).encode())
 
 

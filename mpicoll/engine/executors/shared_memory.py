@@ -26,7 +26,7 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
-from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
+from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, number_rows
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program, get_piece_bytes
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
@@ -59,6 +59,8 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.identity,
         spec.method == "cma",
         spec.segment or 0,
+        spec.arrivals or None,
+        spec.rows,
     )
 
 
@@ -74,7 +76,8 @@ class SharedMemoryCollective:
     """Collective through shared memory, on any arrays of one kind.
 
     `call` is the call that the queue records, if only the queue calls the object. The comparison of the ranks' calls is
-    then done here. `bind` binds collectives on the memory of a device to the arena.
+    then done here. `bind` binds collectives on the memory of a device to the arena. `rows` is not None where each rank
+    has its own counts (see :func:`~mpicoll.engine.diagnostics.flight_recorder.number_rows`).
     """
 
     __slots__ = ("_arena", "_bind", "_comm", "_compiled", "_program", "_signature", "_spec")
@@ -87,6 +90,7 @@ class SharedMemoryCollective:
         dtype: np.dtype[Any],
         bind: Callable[[Arena, CollectiveSpec], Program] | None = None,
         call: Call | None = None,
+        rows: int | None = None,
     ) -> None:
         assert isinstance(choice.algorithm, SharedMemoryAlgorithm | DeviceAlgorithm)
         self._comm = comm
@@ -96,6 +100,8 @@ class SharedMemoryCollective:
         )
         if arrays.identity is not None:
             self._spec = self._spec._replace(identity=np.asarray(arrays.identity, dtype).tobytes())
+        if rows is not None:
+            self._spec = self._spec._replace(arrivals=arrays.arrivals, rows=rows)
         self._signature = self._spec.signature
         if call is not None:
             self._signature ^= call.sign()
@@ -118,7 +124,10 @@ class SharedMemoryCollective:
         """Return the collective for `operation`, which works on arrays like `arrays`."""
         some = arrays.target if arrays.source is None else arrays.source
         dtype = np.dtype(np.uint8) if some is None else some.dtype
-        return cls(operation.comm, choice, arrays, dtype, bind, call)
+        rows = None
+        if operation.arrivals:
+            rows = number_rows(operation.comm.rank, operation.counts, operation.arrivals)
+        return cls(operation.comm, choice, arrays, dtype, bind, call, rows)
 
     def __call__(
         self,

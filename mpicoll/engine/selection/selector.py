@@ -185,6 +185,8 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
         names = SHARED_MEMORY.get(query.collective, ())[-2:]
         for name in names if "cma" in names and query.has_kernel else ():
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
+    if query.nbytes is None and query.collective == "alltoall" and query.no_shm_reason is query.no_cma_reason is None:
+        yield "cma", "with counts, ranks read large blocks, whose sizes are known to their sender and receiver only"
     yield from _iter_tuned(query)
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
     for name, extent in _match_rules(parse_built_in_rules(text, query.collective), query):
@@ -276,7 +278,9 @@ def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | Non
     if query.device is not None and query.device.host is not None:
         return query.device.host
     if query.nbytes is None:
-        return "the ranks don't know the sizes of each other's blocks" if query.collective != "barrier" else None
+        # Of alltoall with counts, the ranks exchange the sizes with the blocks.
+        known = query.collective == "barrier" or query.device is None
+        return None if known else "the ranks don't know the sizes of each other's blocks"
     if query.collective in ("scan", "exscan") and query.device is not None:
         return "the data is on a device"
     if query.collective in ("scan", "exscan") and not query.has_kernel:

@@ -203,7 +203,7 @@ else:
 
 def test_the_error_names_the_call_that_has_ended_not_the_running_one() -> None:
     def post() -> None:
-        mpicoll.alltoall(np.zeros(2), counts=([1, 1], [1, 1]))  # which posts numbers before its first step
+        mpicoll.alltoall(np.zeros(2), counts=([1, 1], [1, 1]))  # which writes to slots in its first step
 
     def body() -> str:
         comm = mpicoll.world()

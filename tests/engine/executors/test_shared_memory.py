@@ -65,7 +65,7 @@ def _rows(collective: str, size: int) -> list[dict[str, Any]]:
     if collective in ROOTED:
         axes["root"] = ("first", "last", "middle")
     if collective in COUNTED:
-        axes["counts"] = ("none",) if collective == "alltoall" else ("none", "equal", "uneven", "zeros")
+        axes["counts"] = ("none", "equal", "uneven", "zeros")
     return covering(axes, lambda row: _fits(collective, row))
 
 
@@ -227,6 +227,60 @@ def _sweep(collective: str, kinds: tuple[tuple[str, str], ...], make: Callable[.
                 case = Case(collective, _counts(n, world.size, kind), (n + number) % world.size, world.rank, world.size)
                 for algorithm in methods(collective, "/4k", kernel=op != "first"):
                     _check(case, op, name, algorithm, (name, op, n), make)
+
+
+@pytest.mark.every_size
+@pytest.mark.parametrize("largest", [0, 1, 3, 40, 700, 9000, 70_000])
+def test_alltoall_with_random_counts(several: Ranks, largest: int) -> None:
+    """Blocks beside the flags, in one piece, in several; some ranks send nothing, and one rank may send the most."""
+
+    def body() -> None:
+        comms = Comms()
+        for number, algorithm in enumerate([None, *methods("alltoall", "", "/4k", "/64k")]):
+            comm = comms[("world", "split", "group")[number % 3]]
+            if comm is None or comm.size == 1:
+                continue
+            rank, size, rng = comm.rank, comm.size, random("rows", largest, number)
+            rows = rng.integers(0, largest + 1, (size, size)) * rng.integers(0, 2, (size, size))
+            dtype = np.dtype(("int8", "float64", "int16")[number % 3])
+            blocks = [[np.arange(rows[i, j], dtype=dtype) + 5 * i + j for j in range(size)] for i in range(size)]
+            x = np.concatenate(blocks[rank]).astype(dtype)
+            want = np.concatenate([row[rank] for row in blocks]).astype(dtype)
+            out = (None, np.empty_like(want), np.empty(2 * want.size, dtype)[::2])[number % 3 - 1]
+            counts = rows[rank].tolist(), rows[:, rank].tolist()
+            for _ in range(4):  # the last ones are repeated by the extension
+                got = mpicoll.alltoall(x, counts=counts, out=out, algorithm=algorithm, comm=comm)
+                np.testing.assert_array_equal(got, want)
+                if out is not None:
+                    assert got is out
+                    out[...] = -1
+        comms.free()
+
+    several(body)
+
+
+@pytest.mark.parametrize("algorithm", [None, "shm_pipelined", "cma"])
+def test_alltoall_reads_large_blocks(several: Ranks, algorithm: str | None) -> None:
+    """One pair of ranks has a block that is read from the memory of its rank, the others have small ones or none."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        rank, size = world.rank, world.size
+        rows = np.fromfunction(lambda i, j: (i * 3 + j) % 5, (size, size), dtype=int)
+        rows[0, size - 1] = (1 << 21) + 100_003
+        counts = rows[rank].tolist(), rows[:, rank].tolist()
+        values = [random("large", i).integers(0, 100, rows[i].sum(), np.uint8) for i in range(size)]
+        ends = np.hstack([np.zeros((size, 1), int), np.cumsum(rows, 1)])
+        want = np.concatenate([values[i][ends[i, rank] : ends[i, rank + 1]] for i in range(size)])
+        for _ in range(3):
+            got = mpicoll.alltoall(values[rank], counts=counts, algorithm=algorithm)
+            np.testing.assert_array_equal(got, want)
+        counts[1][0] += rank == size - 1  # what other ranks can't know
+        with pytest.raises(mpicoll.MismatchError, match="rank 0 sends"):
+            mpicoll.alltoall(values[rank], counts=counts, algorithm=algorithm)
+        assert mpicoll.allreduce(1) == size
+
+    several(body)
 
 
 KINDS = (("float32", "sum"), ("bfloat16", "sum"), ("complex64", "sum"), (">f8", "avg"), ("int8", "first"))
