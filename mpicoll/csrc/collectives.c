@@ -638,7 +638,7 @@ static int run_on(const Collective *one, const char *source, char *target)
     const bool in_ring = one->is_small || one->uses_ring || one->run == run_barrier;
     if ((direct || !in_ring) && catch_up(one->steps) < 0)
         return -1;
-    if (direct && locate_arrays(one, source, target) < 0)
+    if ((direct || one->reads_memory) && locate_arrays(one, source, target) < 0)
         return -1;
     if (releases)
         release_gil(one->steps);

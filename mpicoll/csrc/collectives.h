@@ -105,8 +105,8 @@ static inline size_t find_place(const Collective *one, uint32_t step)
     return one->stride == 0 ? 0 : (size_t)((step - 1) / 2 % one->places) * one->stride;
 }
 
-/* Use several places of a slot in turn for messages of `used` bytes, so that what is written to one has left the private
- * caches of the cores that read it last time: a store is slow while it is there. */
+/* Use several places of a slot in turn for messages of `used` bytes, so that what is written to one has left the
+ * private caches of the cores that read it last time: a store is slow while it is there. */
 void set_places(Collective *one, size_t used);
 
 /* Copy this rank's own block from its input to its output. */

@@ -88,7 +88,8 @@ static int allocate(const Collective *one)
         return -1;
     const size_t threads = steps->threads > 1 ? min_size((size_t)steps->threads, MAX_THREADS) : 1;
     const size_t piece_bytes = threads * one->access_width;
-    if (one->reads_memory && one->access != ACCESS_MOVES && made->piece_bytes < piece_bytes) {
+    if (one->reads_memory && (one->access == ACCESS_VECTOR || one->access == ACCESS_BLOCK) &&
+        made->piece_bytes < piece_bytes) {
         free(made->pieces);
         made->pieces = malloc(size * piece_bytes);
         made->piece_bytes = made->pieces == NULL ? 0 : piece_bytes;
@@ -441,14 +442,7 @@ int read_uneven_blocks(const Collective *one, const char *source, char *target, 
 {
     Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size, parity = get_parity(steps);
-    if (allocate(one) < 0) {
-        acquire_gil(steps);
-        PyErr_NoMemory();
-        end_failed(steps);
-        return -1;
-    }
     Locations *all = steps->locations;
-    memset(all->posted[rank], 0, sizeof all->posted[rank]);
     for (int peer = 0; peer < size; peer++) {
         /* Of the block for each rank: only this one knows where it begins. */
         const int64_t address = (int64_t)(uintptr_t)(source + one->moves[size + peer].from);

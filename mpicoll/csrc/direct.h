@@ -23,7 +23,7 @@ int locate_arrays(const Collective *one, const char *source, const char *target)
 int run_direct(const Collective *one, const char *source, char *target);
 
 /* Read the blocks of alltoall whose sizes differ, from their byte `start` on, from the memory of the other ranks, and
- * copy this rank's own one if `copies_own`. Returns as run_direct. */
+ * copy this rank's own one if `copies_own`; after locate_arrays. Returns as run_direct. */
 int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own);
 
 /* Methods of Steps. */

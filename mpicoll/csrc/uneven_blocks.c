@@ -56,8 +56,8 @@ static void read_piece(
                  min_size(one->width, move->nbytes - start));
 }
 
-/* Write the header and the first pieces, end the step, and read those of the others. Returns the number of pieces of the
- * largest block of any rank; 0 with an exception. */
+/* Write the header and the first pieces, end the step, and read those of the others. Returns the number of pieces of
+ * the largest block of any rank; 0 with an exception. */
 static uint32_t move_first(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
@@ -89,8 +89,9 @@ static uint32_t move_first(const Collective *one, const char *source, char *targ
         const int peer = (steps->rank + i) % steps->size;
         small = get_small_slot(steps, step, peer);
         memcpy(&header, small, sizeof header);
-        read_piece(one, peer, header.place == BESIDE ? small + sizeof header : get_slot(steps, parity, peer) + header.place,
-                   header.spacing, target, 0);
+        const char *from =
+            header.place == BESIDE ? small + sizeof header : get_slot(steps, parity, peer) + header.place;
+        read_piece(one, peer, from, header.spacing, target, 0);
     }
     return pieces;
 }
