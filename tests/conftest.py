@@ -37,8 +37,19 @@ hypothesis.settings.register_profile(
 pytest_addoption = tiers.pytest_addoption
 
 
+FIRST = (
+    *("transport/test_cuda_awareness.py", "test_autoload.py", "torch/test_endings.py", "torch/test_dropin.py"),
+    *("torch/test_without_mpi.py", "transport/tcp/test_transport.py", "test_spawn.py"),
+)
+"""Files that take long, and would come late. A process of pytest-xdist gets a whole file at a time, in the order of the
+tests, so those that come last run beside nothing. None of them depends much on what else the machine does, and at the
+beginning that is most."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.pytest_collection_modifyitems(config, items)
+    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     missing = find_missing_reason()
     if missing is not None:
         for item in items:
@@ -47,6 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tiers.pytest_configure(config)
     # What a collection of tests makes stays: to look for garbage in it takes a fifth of the time.
     gc.disable()
     with_mpi = config.getoption("--with-mpi")
@@ -79,6 +91,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if hasattr(session.config, "workerinput"):
+        warm.prepare()  # of several processes, which would all wait for it
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ from support.data import (
     wrap,
 )
 from support.ranks import Comms
+from support.tiers import take_share
 
 REDUCTIONS = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter")
 ROOTED = ("bcast", "reduce", "gather", "scatter")
@@ -467,6 +468,6 @@ def all_rows(collective: str, dtype: str | None = None) -> Iterator[dict[str, An
 def run_rows(collective: str, dtype: str | None = None) -> None:
     """Run all rows of a collective; the body of its test."""
     comms = Comms()
-    for row in all_rows(collective, dtype):
+    for row in take_share(list(all_rows(collective, dtype)), mpicoll.world().size):
         exercise(collective, row, comms)
     comms.free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support import tiers
 from support.launch import ROOT
 
 TESTS = """
@@ -63,6 +65,24 @@ def collected(folder: Path, *options: str, names: tuple[str, ...] = ("",)) -> di
             name, _, parameters = line.removeprefix("test_those.py::").partition("[")
             found.setdefault(name, []).append(parameters.removesuffix("]"))
     return found
+
+
+def test_the_files_that_come_first_are_there() -> None:
+    spec = importlib.util.spec_from_file_location("those", ROOT / "tests" / "conftest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    assert len(conftest.FIRST) == len(set(conftest.FIRST)) > 5
+    assert all((ROOT / "tests" / name).is_file() for name in conftest.FIRST)
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_two_and_four_ranks_share_rows(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(range(7))
+    monkeypatch.setattr(tiers, "_selected", tier)
+    shares = [tiers.take_share(rows, size) for size in range(1, 5)]
+    assert shares == ([rows] * 4 if tier == "long" else [rows, [0, 2, 4, 6], rows, [1, 3, 5]])
 
 
 def test_tiers(folder: Path) -> None:

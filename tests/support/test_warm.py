@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.warm import start_options
+from support.warm import SOCKET, prepare, start_options
 
 PROGRAM = """
 import json, os, sys, warnings
@@ -79,3 +79,12 @@ def test_it_ends_with_its_stand_in(command: list[str], tmp_path: Path, number: s
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_it_can_be_prepared_ahead(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer to anybody, and without a server there."""
+    prepare()
+    assert '"torch": true' in run([*command, ""], tmp_path).stdout
+    monkeypatch.setenv(SOCKET, "/nowhere")
+    prepare()

@@ -3,7 +3,7 @@
 ``long``     every test: what pytest does by itself
 ``default``  without tests and parameters marked `long`; of a product of three or more parameters, rows in which any two
              values of two parameters meet; ranks as threads at the sizes that `SIZES` names, unless a test is marked
-             `every_size`
+             `every_size`; half of the rows of a table at two and at four ranks, where a test asks `take_share`
 ``quick``    of that, one item of each test function, without tests marked `slow`
 
 A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters. A fixture
@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import pytest
 
+Row = TypeVar("Row")
+
 TIERS = ("quick", "default", "long")
+
+_selected = "long"
 
 SIZES = {"ranks": ("local-1", "local-3"), "several": ("local-2", "local-3")}
 """The worlds of threads outside of the long tier, by the name of the fixture: one and odd, or even and odd."""
@@ -27,6 +32,17 @@ SIZES = {"ranks": ("local-1", "local-3"), "several": ("local-2", "local-3")}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="long", help="how much of the tests to run (default: all)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _selected  # noqa: PLW0603  what tests do in other threads has no fixtures
+    _selected = config.getoption("--tier")
+
+
+def take_share(rows: Sequence[Row], size: int) -> Sequence[Row]:
+    """Rows of a test, for a world of `size` ranks: outside of the long tier, worlds of two and four take a half each of
+    what the others do all."""
+    return rows if _selected == "long" or size not in (2, 4) else rows[size // 2 - 1 :: 2]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -69,6 +69,13 @@ def serving() -> Iterator[None]:
                 process.stdin.close()
 
 
+def prepare() -> None:
+    """Have the server import what it has to, if there is one, before somebody waits for that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection.connect(os.environ.get(SOCKET, "/nowhere"))
+        connection.send(b"?")
+
+
 @functools.cache
 def start_options() -> tuple[str, ...]:
     """Options of Python with which a rank is forked; none where there is no server. Wait until the server can fork."""
@@ -76,7 +83,7 @@ def start_options() -> tuple[str, ...]:
     if path is None:
         return ()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(60)
+        connection.settimeout(100)  # a busy machine may take a minute for the imports
         try:
             connection.connect(path)
             connection.send(b"?")
