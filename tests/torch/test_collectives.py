@@ -35,6 +35,7 @@ from support.data import (
     wrap,
 )
 from support.process_group import BACKEND, barrier_has_timeout, operations
+from support.tiers import take_share
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -535,14 +536,14 @@ def exercise(operation: str, body: Callable[[Case], None], row: dict[str, Any], 
 @pytest.mark.every_size
 @pytest.mark.parametrize("operation", MOVES)
 def test_moves(operation: str, groups: dict[str, Any]) -> None:
-    for row in rows_of("move"):
+    for row in take_share(rows_of("move"), stock.get_world_size()):
         exercise(operation, MOVES[operation], row, groups[row["group"]])
 
 
 @pytest.mark.every_size
 @pytest.mark.parametrize("operation", REDUCTIONS)
 def test_reductions(operation: str, groups: dict[str, Any]) -> None:
-    for row in rows_of("reduce"):
+    for row in take_share(rows_of("reduce"), stock.get_world_size()):
         exercise(operation, REDUCTIONS[operation], row, groups[row["group"]])
 
 
