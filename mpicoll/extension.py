@@ -127,6 +127,43 @@ def set_world(queue: Any) -> None:
         found.set_world(queue)
 
 
+def list_pending_messages() -> list[tuple[int, str, int, int]]:
+    """Return the messages that the extension has started and that have not completed: the handle of the communicator,
+    "send" or "recv", and MPI's rank and tag."""
+    found = _load()
+    return [] if isinstance(found, str) else found.list_pending_messages()
+
+
+def test_pending_messages() -> None:
+    """Make progress on the messages that the extension has started."""
+    found = _load()
+    if not isinstance(found, str):
+        found.test_pending_messages()
+
+
+def set_progress(start: Callable[[], object]) -> bool:
+    """Have `start` called when messages are left alone; see ``mpicoll._shm.set_progress``. Return False if the
+    extension, which starts such messages, is missing."""
+    found = _load()
+    if isinstance(found, str):
+        return False
+    found.set_progress(start)
+    return True
+
+
+def await_unattended_message() -> bool:
+    """Return True when a message has been left alone, False if there is none for long."""
+    found = _load()
+    return not isinstance(found, str) and bool(found.await_unattended_message())
+
+
+def stop_progress() -> None:
+    """Have the thread that makes progress end."""
+    found = _load()
+    if not isinstance(found, str):
+        found.stop_progress()
+
+
 class PythonRecorder:
     """The last operations of this process that have ended."""
 

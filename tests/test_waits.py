@@ -28,6 +28,7 @@ schedules, whose Send and Recv are data."""
 
 WAITS = {
     "registered: an entry of the watch's `active`, or the operation of a queue": {
+        "collectives/repeated_messages.py::StartedMessage._wait_within",
         "collectives/transfers.py::Transfer._wait_pending",
         "engine/core/arena_wait.py::ArenaWait.pause",
         "engine/executors/compressed.py::_Exchange._wait",
@@ -64,6 +65,7 @@ WAITS = {
         "collectives/call.py::call",
         "collectives/halo.py::exchange_halo",
         "collectives/neighbours.py::NeighbourOperation.wait",
+        "collectives/repeated_messages.py::StartedMessage.wait",
         "collectives/neighbours.py::neighbor_allgather",
         "collectives/neighbours.py::neighbor_alltoall",
         "collectives/transfers.py::wait_with_timeout",
@@ -112,6 +114,7 @@ WAITS = {
         "engine/executors/nccl.py::Nccl.free",
         "engine/executors/nccl.py::free_all",
         "engine/core/message_check.py::unmatched_messages",
+        "engine/core/message_progress.py::_stop",
         "engine/core/poller.py::Poller.stop",
         "engine/core/queue.py::OperationQueue._wait_within",
         "engine/core/queue.py::OperationQueue.drain",

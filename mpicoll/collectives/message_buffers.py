@@ -24,6 +24,8 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import InputArray, OutputArray
 from mpicoll.collectives.repeated_messages import (
     explain_truncation,
+    repeat_irecv,
+    repeat_isend,
     repeat_recv,
     repeat_send,
     repeat_sendrecv,
@@ -72,6 +74,8 @@ def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag:
     if known is not None:
         if operation == "send":
             repeat_send(comm, x, dest, tag, known)
+        elif operation == "isend":
+            repeat_isend(comm, x, dest, tag, known)
         if type(x) is np.ndarray and x.flags.c_contiguous:
             return x.reshape(-1).view(np.uint8), known
     dest, tag = check_peer(operation, "dest", dest, comm), check_tag(operation, tag, comm)
@@ -166,6 +170,8 @@ def prepare_recv(
     known: Call | None = None if key is None else comm.call_cache.get(key)
     if known is not None and operation == "recv":
         repeat_recv(comm, x, out, source, tag, known)
+    elif known is not None and operation == "irecv":
+        repeat_irecv(comm, x, out, source, tag, known)
     if known is not None and type(like) is np.ndarray and (out is None or out.flags.carray):
         plain = _PlainArray(np.empty(x.shape, x.dtype) if out is None else out)
         return RecvBuffer(comm, plain, plain, known, out)

@@ -191,6 +191,7 @@ def sendrecv(
     return recv_buffer.finish(envelope, status)
 
 
+@repeats("isend", "dest", "tag")
 def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
     """Start a :func:`send` in the background, with the same arguments.
 
@@ -205,6 +206,7 @@ def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
     return start_send(communicator, *prepare_send(communicator, "isend", x, dest, tag))
 
 
+@repeats("irecv", "source", "tag", "status")
 def irecv(
     x: Any = None,
     source: int | None = None,

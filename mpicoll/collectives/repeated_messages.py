@@ -1,17 +1,25 @@
-"""Blocking messages that the extension carries out, because they are like earlier ones."""
+"""Messages that the extension carries out, or starts, because they are like earlier ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.buffers.recognise import bind_empty
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.core.queue_errors import describe_error
+from mpicoll.engine.core.message_progress import enable_progress
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.core.queue_errors import describe_error, timeout_error
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call, EntryTuple, Group, sinks
-from mpicoll.errors import TruncationError
+from mpicoll.errors import Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Route, truncation_error
+from mpicoll.transport.waiting import poll
+
+if TYPE_CHECKING:
+    from mpicoll._shm import PendingMessage
 
 SIZE_REMEDY = (
     "sender and receiver must agree on the size; mpicoll.probe returns the size of a message before it is received"
@@ -45,6 +53,85 @@ def repeat_sendrecv(
     _repeat(comm, key, x, x if out is None else out, call, Route(dest, sendtag), Route(source, recvtag))
 
 
+def repeat_isend(comm: CommunicatorCore, x: Any, dest: int, tag: int, call: Call) -> None:
+    """Have the extension start later sends like `call`, of arrays like `x`, which return a Request."""
+    wrap = partial(make_request, comm.queue)
+    repeat_started(comm, ("isend", dest, tag), x, None, call, Route(dest, tag), wrap)
+
+
+def repeat_irecv(comm: CommunicatorCore, x: Any, out: Any, source: int | None, tag: int | None, call: Call) -> None:
+    """Have the extension start later receives like `call`, of arrays like `x` or into arrays like `out`, which return a
+    Request."""
+    wrap = partial(make_request, comm.queue)
+    result = x if out is None else out
+    repeat_started(comm, ("irecv", source, tag, None), x, result, call, Route(source, tag), wrap)
+
+
+def repeat_started(
+    comm: CommunicatorCore,
+    key: tuple[Any, ...],
+    x: Any,
+    result: Any,
+    call: Call,
+    route: Route,
+    wrap: Callable[[PendingMessage], Any],
+) -> None:
+    """Have the extension start later messages like `call`, with this `key`, and return ``wrap(message)`` for them:
+    sends of arrays like `x`, or receives into arrays like `result`, where that is not None."""
+    size = x.nbytes if result is None else result.nbytes
+    if comm.queue.calls is None or size > _MAX_BYTES:
+        return
+    conclude = partial(_conclude_failure, comm.queue.group, size)
+    active = None if comm.watch is None else comm.watch.active
+    carrier = comm.transport.bind_started_message(route, active, conclude, wrap, size=size, sends=result is None)
+    if carrier is not None and enable_progress():
+        make_result = None if result is None or x is None else bind_empty(result)
+        comm.queue.add_call(key, x, result, make_result, carrier, call, in_place=False)
+
+
+def make_request(queue: OperationQueue, message: PendingMessage) -> Request:
+    """Return the request of a message that the extension has started."""
+    handle = StartedMessage(queue, message)
+    return Request(handle, handle.value)
+
+
+class StartedMessage:
+    """Message that the extension has started, as a request's handle."""
+
+    __slots__ = ("_message", "_queue")
+
+    def __init__(self, queue: OperationQueue, message: PendingMessage) -> None:
+        self._queue = queue
+        self._message = message
+
+    def test(self) -> bool:
+        return self._message.test()
+
+    @property
+    def awaited(self) -> tuple[OperationQueue, Call]:
+        return self._queue, self._message.call
+
+    @property
+    def limit(self) -> float:
+        return self._queue.group.timeout
+
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
+        if timeout is not None:
+            self._queue.run_with_deadline(self._wait_within, self._message.call, timeout, bound, bounded=True)
+        self._message.wait()  # which raises the error of a message that has failed
+
+    def _wait_within(self, timeout: float, bound: float | None) -> None:
+        try:
+            poll(self._message.test, timeout, "message")
+        except Timeout:
+            queue = self._queue
+            limit = timeout if bound is None else bound
+            raise timeout_error(queue.watch, queue.group, str(self._message.call), limit) from None
+
+    def value(self) -> Any:
+        return None if self._message.sends else self._message.array
+
+
 def _repeat(
     comm: CommunicatorCore,
     key: tuple[Any, ...],
@@ -71,7 +158,10 @@ def _conclude_failure(
     """Record that the operation of `entry` has failed, and return the exception to raise: `error` or, if that is None,
     one for a `message` of another size than `size`."""
     call = entry[2].parts[-1] if entry[2].parts else entry[2]
-    shown = size_error(group, call, call.name, message, size) if error is None else error
+    if error is None:
+        shown: Exception = size_error(group, call, call.name, message, size)
+    else:
+        shown = explain_truncation(group, call, error) if isinstance(error, TruncationError) else error
     sinks.emit((entry, monotonic(), describe_error(shown)))
     return shown
 

@@ -16,6 +16,7 @@
 #include "arrays.h"
 #include "clock.h"
 #include "messages.h"
+#include "pending_messages.h"
 #include "records.h"
 
 enum {
@@ -353,6 +354,20 @@ static int run_messages(
     return carry_out_messages(messages, calls->group, call, x, operands);
 }
 
+/* Start a message of `array`. Returns what the call returns, or NULL: with an exception, or without one if Python has
+ * to carry out the call. */
+static PyObject *start_message(
+    const Calls *calls, PyObject *carrier, PyObject *call, PyObject *array, const Operands *operands)
+{
+    if (!recording || !calls->enabled || calls->group == NULL)
+        return NULL;
+    PyObject *message = make_pending_message((MessageCall *)carrier, calls->group, call, array, operands);
+    PyObject *value =
+        message == NULL ? NULL : PyObject_CallFunctionObjArgs(((MessageCall *)carrier)->wrap, message, NULL);
+    Py_XDECREF(message);
+    return value;
+}
+
 /* Returns a new reference, or NULL: with an exception, or without one if Python has to carry out the call. */
 static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
 {
@@ -384,6 +399,13 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
         if (value != NULL && !find_memory(value, true, &to))
             Py_CLEAR(value);
         operands.target = to.data;
+    }
+    if (value != NULL && is_message_call(carrier) && ((MessageCall *)carrier)->wrap != NULL) {
+        PyObject *started = start_message(calls, carrier, call, ((MessageCall *)carrier)->sends ? x : value, &operands);
+        Py_DECREF(value);
+        Py_DECREF(carrier);
+        Py_DECREF(call);
+        return started;
     }
     const int status = value == NULL              ? 0
                        : is_message_call(carrier) ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)

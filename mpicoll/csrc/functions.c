@@ -1,5 +1,5 @@
-/* The public functions of blocking operations: calls like earlier ones are carried out without Python code, all others
- * by the function in Python, which has the same parameters.
+/* The public functions of blocking operations, and those that start messages: calls like earlier ones are carried out
+ * without Python code, all others by the function in Python, which has the same parameters.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -109,7 +109,7 @@ static bool bind_arguments(
 static PyObject *repeat(const Function *one, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     PyObject *values[MAX_PARAMETERS], *key[MAX_KEY] = {one->name};
-    if (!bind_arguments(one, args, nargs, names, values) || values[one->timeout] != Py_None)
+    if (!bind_arguments(one, args, nargs, names, values) || (one->timeout >= 0 && values[one->timeout] != Py_None))
         return NULL;
     for (int i = 0; i < one->key_size; i++)
         key[i + 1] = values[one->key[i]];
@@ -219,7 +219,7 @@ static int init_function(PyObject *self, PyObject *args, PyObject *keywords)
     one->timeout = find_parameter_of(one, "timeout");
     if (set_key(one, key) < 0 || PyErr_Occurred())
         return -1;
-    if (one->comm < 0 || one->timeout < 0 || positional < 0 || positional > one->count) {
+    if (one->comm < 0 || positional < 0 || positional > one->count) {
         PyErr_SetString(PyExc_ValueError, "Function: invalid parameters");
         return -1;
     }

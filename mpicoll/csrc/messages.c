@@ -16,8 +16,6 @@
 
 #include "clock.h"
 
-enum { POLLS = 100 }; /* about 20 us */
-
 /* The messages of a running call. */
 typedef struct {
     char *target;
@@ -111,14 +109,7 @@ static void complete(const MessageCall *one, Exchange *running)
     }
 }
 
-/* A wait as the watchdog sees it. */
-typedef struct {
-    PyObject *thread, *outer; /* the wait of this thread that a signal handler has interrupted; NULL: there is none */
-} ShownWait;
-
-/* Show the wait of this thread in the call of a record. An exception, of memory that is missing, does not matter: the
- * messages have begun. */
-static void show_wait(const MessageCall *one, int record, ShownWait *shown)
+void show_wait(const MessageCall *one, int record, ShownWait *shown)
 {
     if (one->active == NULL)
         return;
@@ -135,7 +126,7 @@ static void show_wait(const MessageCall *one, int record, ShownWait *shown)
     Py_XDECREF(wait);
 }
 
-static void hide_wait(const MessageCall *one, ShownWait *shown)
+void hide_wait(const MessageCall *one, ShownWait *shown)
 {
     if (shown->thread != NULL && shown->outer != NULL)
         PyDict_SetItem(one->active, shown->thread, shown->outer);
@@ -162,17 +153,16 @@ static void raise_failure(const MessageCall *one, int record, const Exchange *ru
     Py_XDECREF(entry);
 }
 
-/* Count a message by next(counter). */
-static int count_message(PyObject *counter)
+int count_message(PyObject *counter)
 {
     PyObject *number = counter == NULL ? NULL : PyIter_Next(counter);
     Py_XDECREF(number);
     return number == NULL ? -1 : 0;
 }
 
-static int count_received(const MessageCall *one, const Exchange *running)
+int count_received(const MessageCall *one, int source, int tag)
 {
-    PyObject *key = Py_BuildValue("(ii)", running->source, running->tag);
+    PyObject *key = Py_BuildValue("(ii)", source, tag);
     PyObject *counter = key == NULL ? NULL : PyObject_GetItem(one->received, key);
     int status = count_message(counter);
     Py_XDECREF(key);
@@ -203,7 +193,7 @@ int carry_out_messages(const MessageCall *one, PyObject *group, PyObject *call, 
         hide_wait(one, &shown);
     }
     const bool arrived = one->receives && running.error == 0 && !running.lacks_memory;
-    int status = arrived ? count_received(one, &running) : 0;
+    int status = arrived ? count_received(one, running.source, running.tag) : 0;
     if (running.whole != NULL && !running.receiving)
         free(running.whole);
     if (running.sending) /* MPI may still read it */
@@ -237,18 +227,21 @@ static int init_message_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
     MessageCall *one = (MessageCall *)self;
-    PyObject *sent, *received, *active, *conclude;
+    PyObject *sent, *received, *active, *conclude, *wrap;
     unsigned long long comm;
-    if (!PyArg_ParseTuple(args, "KOOOO", &comm, &sent, &received, &active, &conclude))
+    if (!PyArg_ParseTuple(args, "KOOOOO", &comm, &sent, &received, &active, &conclude, &wrap))
         return -1;
     if (one->conclude != NULL || mpi.isend == NULL || (sent != Py_None && !PyTuple_Check(sent)) ||
-        (received != Py_None && !PyTuple_Check(received)) || (active != Py_None && !PyDict_Check(active))) {
+        (received != Py_None && !PyTuple_Check(received)) || (active != Py_None && !PyDict_Check(active)) ||
+        (wrap != Py_None && (sent == Py_None) == (received == Py_None))) {
         PyErr_SetString(PyExc_ValueError, "MessageCall: invalid arguments, initialised twice, or before set_mpi");
         return -1;
     }
     one->comm = to_handle(comm);
+    one->comm_number = comm;
     one->active = active == Py_None ? NULL : Py_NewRef(active);
     one->conclude = Py_NewRef(conclude);
+    one->wrap = wrap == Py_None ? NULL : Py_NewRef(wrap);
     return read_message(sent, &one->sends, &one->dest, &one->send_tag, &one->sent) < 0 ||
                    read_message(received, &one->receives, &one->source, &one->recv_tag, &one->received) < 0
                ? -1
@@ -268,6 +261,7 @@ static int traverse_message_call(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(one->received);
     Py_VISIT(one->active);
     Py_VISIT(one->conclude);
+    Py_VISIT(one->wrap);
     return 0;
 }
 
@@ -280,18 +274,20 @@ static void dealloc_message_call(PyObject *self)
     Py_XDECREF(one->received);
     Py_XDECREF(one->active);
     Py_XDECREF(one->conclude);
+    Py_XDECREF(one->wrap);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
 }
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "MessageCall(comm, sent, received, active, conclude)\n--\n\nMessages on the communicator with the"
+    {Py_tp_doc, "MessageCall(comm, sent, received, active, conclude, wrap)\n--\n\nMessages on the communicator with the"
                 " handle `comm`, for Calls.add. `sent` is rank, tag and counter of one that is sent; `received` rank,"
                 " tag and counters by rank and tag of one that is received; each is None where there is none. Waits"
                 " that last are shown in the dict `active`, unless that is None. For a failure `conclude(entry, error,"
                 " source, tag, nbytes)` records the end of the operation and returns the exception; `error` is MPI's,"
-                " and 0 if the message has another size than the memory for it."},
+                " and 0 if the message has another size than the memory for it. If `wrap` is not None the call only"
+                " starts its message, of which there is one, and returns `wrap(message)` of a PendingMessage."},
     {Py_tp_init, init_message_call},
     {Py_tp_dealloc, dealloc_message_call},
     {Py_tp_traverse, traverse_message_call},

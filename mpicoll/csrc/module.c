@@ -13,6 +13,7 @@
 #include "messages.h"
 #include "mpi_library.h"
 #include "native_calls.h"
+#include "pending_messages.h"
 #include "queue_lock.h"
 #include "records.h"
 #include "sigterm.h"
@@ -49,6 +50,13 @@ static PyMethodDef functions[] = {
      "set_torch_access(type)\n--\n\nHave the memory of tensors found by the functions that `type` exports. Return False"
      " if it exports none."},
     {"set_mpi", set_mpi, METH_VARARGS, set_mpi_doc},
+    {"list_pending_messages", list_pending_messages, METH_NOARGS, list_pending_messages_doc},
+    {"test_pending_messages", test_pending_messages, METH_NOARGS,
+     "test_pending_messages()\n--\n\nMake progress on all messages that were started and have not completed."},
+    {"await_unattended_message", await_unattended_message, METH_NOARGS, await_unattended_message_doc},
+    {"set_progress", set_progress, METH_O, set_progress_doc},
+    {"stop_progress", stop_progress, METH_NOARGS,
+     "stop_progress()\n--\n\nHave `await_unattended_message` return False at once, now and later."},
     {"limit_sigterm", (PyCFunction)(void (*)(void))limit_sigterm, METH_FASTCALL,
      "limit_sigterm(seconds, stack, output, text)\n--\n\nEnd this process by SIGTERM if Python does not cancel that"
      " within `seconds` of a SIGTERM, after `text`, and what can be read from the descriptor `stack`, were written to"
@@ -67,10 +75,13 @@ static int fill_module(PyObject *module)
         return -1;
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
-        &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec};
+        &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
+        &pending_message_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+        if (status == 0 && specs[i] == &pending_message_spec)
+            set_pending_message_type((PyTypeObject *)type);
         Py_XDECREF(type);
         if (status < 0)
             return -1;

@@ -12,7 +12,7 @@ from mpicoll.errors import TruncationError
 from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
-    from mpicoll._shm import MessageCall
+    from mpicoll._shm import MessageCall, PendingMessage
     from mpicoll.transport.files import FileHandle
 
 Memory: TypeAlias = np.ndarray[Any, Any]
@@ -297,6 +297,22 @@ class Transport(Protocol):
         None if only Python can do that.
 
         Waits that last are shown in `active`, by thread; None: no watchdog looks at them.
+        """
+
+    def bind_started_message(
+        self,
+        route: Route,
+        active: dict[int, Any] | None,
+        conclude: ConcludeFailure,
+        wrap: Callable[[PendingMessage], Any],
+        *,
+        size: int,
+        sends: bool,
+    ) -> MessageCall | None:
+        """Return what starts messages of `size` bytes in the extension, which complete later: ones that are sent, or
+        received. None if only Python can do that.
+
+        A call returns ``wrap(message)``. The other arguments are those of :meth:`bind_messages`.
         """
 
     def matches_own_message(self, tag: int) -> bool:

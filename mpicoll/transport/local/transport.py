@@ -266,6 +266,9 @@ class LocalTransport:
     def bind_messages(self, *args: Any) -> None:
         """Return None: messages are carried out in Python."""
 
+    def bind_started_message(self, *args: Any, **options: Any) -> None:
+        """Return None: only Python can start messages."""
+
     def matches_own_message(self, tag: int) -> bool:
         with self.job.changed:
             message = LocalMessage(self.rank, tag, b"", 0.0)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicoll.extension import find_missing_reason
+from mpicoll.extension import find_missing_reason, list_pending_messages, test_pending_messages
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Conclude, MessageCall
+    from collections.abc import Callable
+
+    from mpicoll._shm import Conclude, MessageCall, PendingMessage
     from mpicoll.transport.base import Route, Traffic
 
 _MARKS = 0x12345678, 0x23456789
@@ -30,10 +32,12 @@ def bind_messages(
     received: Route | None,
     active: dict[int, Any] | None,
     conclude: Conclude,
+    wrap: Callable[[PendingMessage], Any] | None = None,
 ) -> MessageCall | None:
-    """Return what sends and receives messages on `comm` in the extension; None if that can't be done.
+    """Return what sends and receives messages on `comm` in the extension, or starts them if `wrap` is given; None if
+    that can't be done.
 
-    `conclude` is that of :class:`mpicoll._shm.MessageCall`, and the other arguments are those of
+    `conclude` and `wrap` are those of :class:`mpicoll._shm.MessageCall`, and the other arguments are those of
     :meth:`mpicoll.transport.base.Transport.bind_messages`.
     """
     if not find_functions():
@@ -49,7 +53,20 @@ def bind_messages(
         source = MPI.ANY_SOURCE if received.peer is None else received.peer
         tag = MPI.ANY_TAG if received.tag is None else received.tag
         arriving = source, tag, traffic.receives
-    return MessageCall(MPI._handleof(comm), leaving, arriving, active, conclude)
+    return MessageCall(MPI._handleof(comm), leaving, arriving, active, conclude, wrap)
+
+
+def list_started_receives(comm: MPI.Intracomm) -> list[tuple[int | None, int | None]]:
+    """Return source and tag (None: any) of the receives that the extension has started on `comm` and for which no
+    message has arrived."""
+    if not list_pending_messages():
+        return []
+    test_pending_messages()
+    return [
+        (None if source == MPI.ANY_SOURCE else source, None if tag == MPI.ANY_TAG else tag)
+        for handle, kind, source, tag in list_pending_messages()
+        if kind == "recv" and handle == MPI._handleof(comm)
+    ]
 
 
 @cache

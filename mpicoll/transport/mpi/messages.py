@@ -15,11 +15,18 @@ from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
 from mpicoll.transport.mpi.posted_round import PostedRound
-from mpicoll.transport.mpi.translation import envelope_of, reports_size, translate_truncation, translates_errors
+from mpicoll.transport.mpi.translation import (
+    describe_truncation,
+    envelope_of,
+    is_truncation,
+    reports_size,
+    translate_truncation,
+    translates_errors,
+)
 from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
-    from mpicoll._shm import MessageCall
+    from mpicoll._shm import MessageCall, PendingMessage
 
 R = TypeVar("R")
 
@@ -214,6 +221,37 @@ class MessagePassing:
 
         return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure)
 
+    def bind_started_message(
+        self,
+        route: Route,
+        active: dict[int, Any] | None,
+        conclude: ConcludeFailure,
+        wrap: Callable[[PendingMessage], Any],
+        *,
+        size: int,
+        sends: bool,
+    ) -> MessageCall | None:
+        # Another thread makes progress on messages that the program leaves alone.
+        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            return None
+        from mpicoll.transport.mpi.direct_messages import bind_messages
+
+        def conclude_failure(entry: Any, code: int, source: int, tag: int, nbytes: int) -> Exception:
+            message = Envelope(source, tag, nbytes)
+            return conclude(entry, self._make_transfer_error(code, message, size) if code else None, message)
+
+        sent, received = (route, None) if sends else (None, route)
+        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap)
+
+    def _make_transfer_error(self, code: int, message: Envelope, size: int) -> Exception:
+        """Return this library's exception for an error code of MPI, of a receive of `message` into `size` bytes."""
+        cause = MPI.Exception(code)
+        if not is_truncation(cause):
+            return self._make_error(code)
+        error = describe_truncation(self.rank, cause, message, size)
+        error.__cause__ = cause
+        return error
+
     def _make_error(self, code: int) -> Exception:
         """Return this library's exception for an error code of MPI."""
         cause = MPI.Exception(code)
@@ -227,8 +265,11 @@ class MessagePassing:
         )
 
     def list_posted_receives(self) -> list[tuple[int | None, int | None]]:
+        from mpicoll.transport.mpi.direct_messages import list_started_receives
+
         posted = active_transfers.list_posted_receives()
-        return [(source, tag) for comm, source, tag in posted if comm is self._p2p]
+        here = [(source, tag) for comm, source, tag in posted if comm is self._p2p]
+        return here + list_started_receives(self._p2p)
 
     @translates_errors
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.extension import list_pending_messages
 from mpicoll.transport.base import Envelope, Memory, Traffic
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.translation import envelope_of, translate_truncation
@@ -128,7 +129,8 @@ class ActiveTransfers:
         """Return the transfers that may be under way, as "send" or "recv" and the tag (None: any, or not known). Takes
         no lock: the thread that holds it may be stuck."""
         transfers = [one.takes for one in self._pending.copy().values()]
-        return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers]
+        started = [(kind, None if tag == MPI.ANY_TAG else tag) for _, kind, _, tag in list_pending_messages()]
+        return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers] + started
 
     def list_posted_receives(self) -> list[PostedRecv]:
         """Return the receives that have not completed; entries of unfinished sends (communicator None) are included."""

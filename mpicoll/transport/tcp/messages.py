@@ -289,6 +289,9 @@ class MessagePassing:
     def bind_messages(self, *args: Any) -> None:
         """Return None: messages are carried out in Python."""
 
+    def bind_started_message(self, *args: Any, **options: Any) -> None:
+        """Return None: only Python can start messages."""
+
     def matches_own_message(self, tag: int) -> bool:
         return any(source in (None, self.rank) and wanted in (None, tag) for source, wanted in self._list_posted())
 
