@@ -89,6 +89,7 @@ WAITS = {
         "parallel/pipeline/engine.py::PipelineEngine._receive",
         "parallel/pipeline/engine.py::PipelineEngine._share_result",
         "torch/group_operations.py::GroupOperations.barrier",
+        "torch/fast_messages.py::MessageWork.wait",
         "torch/sparse.py::all_reduce.run",
         "torch/work.py::RecvHandle._finish",
         "torch/work.py::CoalescedHandle.wait",

@@ -26,6 +26,7 @@ from mpicoll.errors import ArgumentError, CommunicatorError, RankError
 from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
 from mpicoll.torch.callback_comms import CallbackComms, callback_context
+from mpicoll.torch.fast_messages import FastMessages
 from mpicoll.torch.fast_path import FastPath
 from mpicoll.torch.tensors import check_plain, flatten_input, prepare_in_place
 from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, create_transfer_work
@@ -70,6 +71,7 @@ class GroupOperations:
         """Run the operations on `comm`. `name` is that of the group, and is the same on all ranks."""
         self.comm = comm
         self._fast_path: FastPath | None = FastPath(core_of(comm))
+        self._messages: FastMessages | None = FastMessages(core_of(comm))
         comm.timeout = to_seconds(timeout)
         self._coalesced: list[Work] | None = None
         self._num_barriers = 0
@@ -119,7 +121,7 @@ class GroupOperations:
         connected_groups.disconnect(self.comm, abort=True)
 
     def _leave_fast_paths(self) -> None:
-        self._fast_path = None
+        self._fast_path = self._messages = None
         for group in [one for one, operations in list(direct_operations.items()) if operations is self]:
             del direct_operations[group]
 
@@ -315,11 +317,18 @@ class GroupOperations:
     # Point-to-point operations.
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
+        messages = None if profiler._is_profiler_enabled else self._messages
+        if messages is not None and len(tensors) == 1:
+            work = messages.isend(tensors[0], dstRank, tag)
+            if work is not None:
+                return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("send", tensors)
         _check_rank("send", "dst", dstRank, self.comm)
         check_plain("send", tensors[0])
         with _profile_start("send"):
             request = p2p.isend(flatten_input(tensors[0]), dstRank, tag, comm=self.comm)
+        if messages is not None:
+            messages.repeat("isend", tensors[0], dstRank, tag, request)
         return self._add_coalesced(create_transfer_work(request, tensors))
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> Work:  # noqa: N803
@@ -329,12 +338,19 @@ class GroupOperations:
         return self._recv(tensors, None, tag)
 
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
+        messages = None if profiler._is_profiler_enabled else self._messages
+        if messages is not None and len(tensors) == 1:
+            work = messages.irecv(tensors[0], src, tag)
+            if work is not None:
+                return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("recv", tensors)
         _check_rank("recv", "src", 0 if src is None else src, self.comm)
         status = p2p.Status()
         plain, restore = prepare_in_place(tensors[0])
         with _profile_start("recv"):
             request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
+        if messages is not None and restore is None:
+            messages.repeat("irecv", tensors[0], src, tag, request)
         return self._add_coalesced(create_transfer_work(RecvHandle(request, restore), tensors, lambda: status.source))
 
     # c10d's coalescing manager.
