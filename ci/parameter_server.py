@@ -49,6 +49,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=40, help="of the model")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=1024, help="of the perceptron")
+    parser.add_argument("--width", type=int, default=1024, help="of the layers of the perceptron")
     parser.add_argument("--only", choices=["throughput", "hidden"])
     parser.add_argument("--default-only", action="store_true", help="of the options of workers, the default alone")
     return parser.parse_args()
@@ -121,7 +122,7 @@ def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.default_only:
         choices = [{}]
     torch.set_num_threads(1)
-    width = 1024
+    width = arguments.width
     layers = max(1, round(arguments.megabytes * 250_000 / width**2))
     for options in choices:
         if world.rank < servers:

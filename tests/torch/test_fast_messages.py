@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launch import mpirun
+from support.process_group import BACKEND
 from torch.distributed.distributed_c10d import _get_default_store
 
 import mpicoll
@@ -58,7 +59,8 @@ def repeat(count: int, tag: int, dtype: torch.dtype = torch.float32, group: Any 
     """Have the extension start messages of one kind."""
     for _ in range(TURNS):
         works = pass_on(torch.ones(count, dtype=dtype), torch.empty(count, dtype=dtype), group, tag)
-    if core_of(communicator(group)).queue.calls is not None:
+    # From torch 2.15 on, what c10d returns contains our works.
+    if core_of(communicator(group)).queue.calls is not None and not BACKEND:
         assert all(type(work) is MessageWork for work in works)
 
 
