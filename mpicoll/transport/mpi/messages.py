@@ -240,8 +240,12 @@ class MessagePassing:
             message = Envelope(source, tag, nbytes)
             return conclude(entry, self._make_transfer_error(code, message, size) if code else None, message)
 
+        def wrap_started(message: PendingMessage) -> Any:
+            active_transfers.test_oldest()
+            return wrap(message)
+
         sent, received = (route, None) if sends else (None, route)
-        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap)
+        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap_started)
 
     def _make_transfer_error(self, code: int, message: Envelope, size: int) -> Exception:
         """Return this library's exception for an error code of MPI, of a receive of `message` into `size` bytes."""

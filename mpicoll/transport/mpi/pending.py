@@ -109,13 +109,20 @@ class ActiveTransfers:
         self._pending: dict[int, MpiPending] = {}
 
     def add(self, pending: MpiPending) -> None:
-        """Register `pending`, and test the two oldest transfers: that bounds the number of completed ones on which the
-        program never waits."""
+        """Register `pending`, and test the two oldest transfers."""
+        self.test_oldest()
+        with self._lock:
+            self._pending[id(pending)] = pending
+
+    def test_oldest(self) -> None:
+        """Test the two oldest transfers, if there are any. Called whenever a message is started, it bounds the number
+        of completed transfers on which the program never waits."""
+        if not self._pending:
+            return
         with self._lock:
             oldest = list(itertools.islice(self._pending.items(), 2))
             for key, _ in oldest:
                 self._pending[key] = self._pending.pop(key)
-            self._pending[id(pending)] = pending
         for _, one in oldest:
             with suppress(CommunicationError):  # raised again by the transfer's own wait
                 one.test()

@@ -311,13 +311,14 @@ def test_the_memory_of_dropped_requests_lives_until_they_complete() -> None:
         assert time.monotonic() < deadline
         mpicoll.iprobe()  # lets MPI make progress
     mpicoll.barrier()
-    # Requests that have completed are let go, a few for each new one.
+    # Requests that have completed are let go, a few for each new one, or by the thread that makes progress.
     for _ in range(20):
         pending = mpicoll.irecv(np.zeros(1), left, tag=2)
         mpicoll.isend(np.ones(1), right, tag=2).wait(20)
         pending.wait(20)
-    gc.collect()
-    assert [ref() for ref in alive] == [None] * 5
+    while any(ref() is not None for ref in alive):
+        assert time.monotonic() < deadline
+        gc.collect()
     assert len(_under_way()) < 20
 
 
