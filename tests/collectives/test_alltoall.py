@@ -38,3 +38,21 @@ def test_transposes_a_matrix_of_counts(ranks: Ranks) -> None:
             np.testing.assert_array_equal(mpicoll.alltoall(x, counts=(send, recv), algorithm=name), want)
 
     ranks(body)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(2, 4), (1, 3), (9, 5)])
+def test_two_ranks_that_both_expect_what_they_send(several: Ranks, mine: int, theirs: int) -> None:
+    """Differences of opposite sign, such as rank 0 and rank 1 have here, must not cancel out."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        # On a communicator of its own, which may be out of step afterwards.
+        pair = world.split(world.rank if world.rank > 1 else 0)
+        if pair.size == 2:
+            counts = [0, 0]
+            counts[1 - pair.rank] = theirs if pair.rank else mine
+            with pytest.raises((mpicoll.MismatchError, mpicoll.TruncationError)):
+                mpicoll.alltoall(np.ones(sum(counts)), counts=(counts, counts), comm=pair)
+        assert mpicoll.allreduce(1) == world.size
+
+    several(body)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
+from operator import mul
 from types import FrameType
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -172,6 +174,8 @@ class Call:
         return f"{self.name}({', '.join(words)}){by}"
 
 
+_BITS = (1 << 64) - 1
+
 ROW_MODULUS = 1 << 62
 """The modulus of :func:`number_rows`."""
 
@@ -183,9 +187,27 @@ def number_rows(rank: int, counts: Sequence[int], arrivals: Sequence[int]) -> in
     The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block has the rows that its receiver expects, and
     otherwise to another number with a probability of nearly 1.
     """
-    sent = sum(hash((rank, dest, count)) for dest, count in enumerate(counts))
-    expected = sum(hash((source, rank, count)) for source, count in enumerate(arrivals))
-    return (sent - expected) % ROW_MODULUS
+    outgoing, incoming = _number_blocks(rank, max(len(counts), len(arrivals)))
+    number: int = sum(map(mul, outgoing, counts)) - sum(map(mul, incoming, arrivals))
+    return number % ROW_MODULUS
+
+
+@lru_cache(256)
+def _number_blocks(rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the factors of the rows that `rank` sends to, and receives from, each of `size` ranks."""
+    # Not the hashes of tuples. They are nearly linear, so that errors of opposite sign would cancel out, such as those
+    # of two ranks that both expect what they send.
+    return tuple(_scramble(rank << 32 | dest) for dest in range(size)), tuple(
+        _scramble(source << 32 | rank) for source in range(size)
+    )
+
+
+def _scramble(number: int) -> int:
+    """Return the 64 bits that splitmix64 makes of `number`."""
+    number = number + 0x9E3779B97F4A7C15 & _BITS
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _BITS
+    return number ^ number >> 31
 
 
 COMPARED_BY_EXECUTOR = -1
