@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.resilient import resilient
     from mpicoll.collectives.scan import iscan, scan, scan_init
     from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
+    from mpicoll.collectives.window import Window
     from mpicoll.engine.core.communicator import CartesianCommunicator, Communicator, GraphCommunicator
     from mpicoll.engine.core.proc_null import PROC_NULL
     from mpicoll.engine.core.request import Request, waitall, waitany
@@ -107,6 +108,7 @@ __all__ = [
     "Status",
     "Timeout",
     "TruncationError",
+    "Window",
     "algorithms",
     "allgather",
     "allgather_init",
@@ -200,6 +202,7 @@ _HOMES = {
     "collectives.resilient": "resilient",
     "collectives.scan": "iscan scan scan_init",
     "collectives.scatter": "iscatter scatter scatter_init",
+    "collectives.window": "Window",
     "engine.core.communicator": "CartesianCommunicator Communicator GraphCommunicator",
     "engine.core.proc_null": "PROC_NULL",
     "engine.core.topology": "dims_create",

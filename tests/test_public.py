@@ -16,7 +16,7 @@ NAMES = re.findall(
     """
     AlgorithmError ArgumentError CartesianCommunicator Choice CommunicationError Communicator CommunicatorError
     DTypeError DeviceError File FileError GraphCommunicator MismatchError MpicollError NumericsError Op PROC_NULL Plan
-    RankError RankFailed Request ScheduleError SetupError ShapeError SpawnError Status Timeout TruncationError
+    RankError RankFailed Request ScheduleError SetupError ShapeError SpawnError Status Timeout TruncationError Window
     algorithms allgather allgather_init allgather_object allreduce allreduce_init alltoall alltoall_init alltoall_object
     barrier barrier_init bcast bcast_init bcast_object debug dims_create empty exchange_halo explain exscan exscan_init
     gather gather_init gather_object iallgather iallreduce ialltoall ibarrier ibcast iexchange_halo iexscan igather

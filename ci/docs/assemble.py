@@ -62,7 +62,7 @@ API: dict[str, dict[str, str]] = {
         "Communicators and jobs": "world Communicator run_local spawn resilient",
         "Requests": "Request waitall waitany",
         "Reductions": "Op premul_sum",
-        "Memory": "empty",
+        "Memory": "empty Window",
         "Files": "File save load",
         "Algorithms": "algorithms explain Choice",
         "Debugging": "debug trace",

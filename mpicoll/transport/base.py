@@ -14,6 +14,7 @@ from mpicoll.named_tuple import NamedTuple
 if TYPE_CHECKING:
     from mpicoll._shm import MessageCall, PendingMessage
     from mpicoll.transport.files import FileHandle
+    from mpicoll.transport.windows import RemoteMemory
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""
@@ -246,6 +247,9 @@ class Transport(Protocol):
         `driver` is "posix", "mpi", or "auto", which takes MPI-IO where the ranks are on several nodes and use MPI.
         Raises OSError on the ranks that fail.
         """
+
+    def create_window(self, memory: Memory) -> RemoteMemory:
+        """Give all ranks access to `memory` by the MPI library. Collective; called only where there is one."""
 
     def list_processes(self) -> Sequence[int]:
         """Return for each rank the number of its process, whose private memory can be read; 0 if it is a thread of this

@@ -22,6 +22,7 @@ from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
     from mpicoll.transport.files import PosixFile
+    from mpicoll.transport.windows import RemoteMemory
 
 
 class LocalPending:
@@ -210,6 +211,9 @@ class LocalTransport:
         from mpicoll.transport.files import PosixFile  # late: few programs open files
 
         return PosixFile(fd, self.rank)
+
+    def create_window(self, memory: Memory) -> RemoteMemory:
+        raise AssertionError("there is no MPI library")
 
     def list_processes(self) -> list[int]:
         return [0] * self.size

@@ -26,6 +26,7 @@ from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
     from mpicoll.transport.files import FileHandle
+    from mpicoll.transport.windows import RemoteMemory
 
 _GROUP_TAGS = 1 << 15
 """On the communicator of the collectives, tags from here on are those by which MPI creates groups, and lower ones those
@@ -98,6 +99,12 @@ class MpiTransport(MessagePassing):
 
         os.close(fd)
         return MpiFile(self._collective, path, reads=reads, writes=writes)
+
+    @translates_errors
+    def create_window(self, memory: Memory) -> RemoteMemory:
+        from mpicoll.transport.mpi.windows import MpiWindow  # late: few programs use it
+
+        return MpiWindow(self._collective, memory, self.translate_error)
 
     def list_processes(self) -> list[int]:
         return list(self._facts.processes)

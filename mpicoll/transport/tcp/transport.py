@@ -22,6 +22,7 @@ from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
     from mpicoll.transport.files import PosixFile
+    from mpicoll.transport.windows import RemoteMemory
 
 
 class TcpTransport(MessagePassing):
@@ -111,6 +112,9 @@ class TcpTransport(MessagePassing):
         from mpicoll.transport.files import PosixFile  # late: few programs open files
 
         return PosixFile(fd, self.rank)
+
+    def create_window(self, memory: Memory) -> RemoteMemory:
+        raise AssertionError("there is no MPI library")
 
     def list_processes(self) -> list[int]:
         return list(self.facts.processes)

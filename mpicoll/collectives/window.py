@@ -1,0 +1,464 @@
+"""Windows: memory of each rank that all ranks of a communicator read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import prod
+from operator import index
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mpicoll.buffers import ops
+from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import device_of
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.recognise import output, recognise
+from mpicoll.collectives import barrier
+from mpicoll.collectives.arguments import adds_rank_to_errors, check_rank
+from mpicoll.collectives.empty import check_shape, make_array
+from mpicoll.engine import dispatch
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.errors import (
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    DeviceError,
+    DTypeError,
+    MismatchError,
+    ShapeError,
+)
+from mpicoll.transport.waiting import poll
+from mpicoll.transport.windows import RemoteMemory, SharedWindow
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PROGRAM, _COMBINE = 0, 1
+"""The numbers of the locks of a rank's memory."""
+
+_OPS = (*(one for one in ops.NAMES if one not in ("avg", "minloc", "maxloc")), "replace")
+
+
+class Window:
+    """Array of each rank that all ranks of a communicator read and write without a call of its owner. Collective; freed
+    by :meth:`free`, or at the end of a ``with`` block.
+
+    On one node the arrays lie in memory that the ranks share, and calls access it directly. Between the nodes of an MPI
+    job, MPI's windows are used: there a rank may have to enter a call of MPI before others can access its memory, such
+    as any call of mpicoll that waits.
+
+    A call outside of :meth:`lock` holds a shared lock of the target's memory while it lasts, and is complete when it
+    returns. Accumulating calls are atomic with respect to each other; elements that one rank reads or puts while
+    another one changes them are undefined, unless :meth:`lock` or :meth:`fence` orders the calls. A call that waits for
+    a lock raises Timeout after the timeout of the communicator; in a window of MPI, the job is ended then.
+
+    Args:
+        shape: the shape of this rank's array; it may differ between ranks.
+        dtype: numpy's, or torch's with ``like="torch"``; the same on every rank.
+        like: the library of the array.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        driver: "mpi" takes MPI's windows on one node, too.
+
+    Attributes:
+        local: This rank's array, which begins with zeros.
+
+    Raises:
+        ShapeError, DTypeError: `shape` or `dtype` is invalid; no message has been sent.
+        MismatchError: the ranks pass different dtypes.
+        CommunicatorError: the ranks can't share memory, and don't use MPI.
+        CommunicationError: a rank can't allocate its memory; raised on all ranks.
+
+    Example:
+        >>> with mpicoll.Window(3, "int64") as window:  # on one rank
+        ...     window.accumulate(np.array([1, 2]), rank=0, offset=1)
+        ...     window.get(0)
+        array([0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        dtype: Any = "float32",
+        *,
+        like: str = "numpy",
+        comm: CommLike = None,
+        driver: Literal["auto", "mpi"] = "auto",
+    ) -> None:
+        core = resolve(comm)
+        extents, itemsize, name = _check(core, shape, dtype, like, driver)
+        self._core = core
+        # The ranks whose lock the program holds.
+        self._held: set[int] = set()
+        # The locks are those of a rank: its threads have one at a time.
+        self._accessing = threading.Lock()
+        self._is_free = False
+
+        def create() -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
+            return _create(core, extents, itemsize, name, by_mpi=driver == "mpi", wait=self._wait)
+
+        self._memory, own, self._shapes = core.queue.run(create, Call(f"Window({name})"))
+        self.local: Any = make_array("Window", extents, dtype, like, lambda size: own[:size])
+        self._buffer = recognise("Window", self.local)
+        self._kind = dtype, like
+
+    __reduce_ex__ = refuse_pickling("Window", "every process of the job creates it, by mpicoll.Window")
+
+    def __repr__(self) -> str:
+        core, state = self._core, ", freed" if self._is_free else ""
+        return f"<mpicoll.Window of {self._buffer.dtype.name}: rank {core.rank} of {core.size}{state}>"
+
+    def shared(self, rank: int) -> Any:
+        """Return the array of `rank` itself, to read and to write, on one node. Raises CommunicatorError if it is in
+        the memory of another node, or a window of MPI."""
+        self._check_usable("shared")
+        target = _check_target(self._core, "shared", rank)
+        memory = self._memory.view(target)
+        if memory is None:
+            raise CommunicatorError(
+                f"Window.shared: the array of rank {target} is not in memory that this rank can access; use get()"
+                f" (rank {self._core.rank} of {self._core.size})"
+            )
+        dtype, like = self._kind
+        return make_array("Window.shared", self._shapes[target], dtype, like, lambda size: memory[:size])
+
+    def put(self, x: Any, rank: int, offset: int = 0) -> None:
+        """Write the array `x`, of the window's dtype, to the array of `rank`, from element `offset` on, in C order.
+        Raises ArgumentError, ShapeError, DTypeError and RankError for invalid arguments, before anything is
+        written."""
+        data, target, begin = self._prepare_input("put", x, rank, offset)
+        self._run("put", target, lambda: self._memory.put(target, begin, data))
+
+    def get(self, rank: int, offset: int = 0, shape: int | tuple[int, ...] | None = None, *, out: Any = None) -> Any:
+        """Read from the array of `rank`, from element `offset` on, an array of `shape`, or `out`;
+        without both, and an offset, the whole array. Return the array, or `out`. Raises what :meth:`put` raises."""
+        self._check_usable("get")
+        buffer, target, begin = _prepare_output(self._core, self._buffer, self._shapes, rank, offset, shape, out)
+        into = buffer.array if buffer.array.flags.c_contiguous else np.empty(buffer.array.shape, buffer.array.dtype)
+        flat = into.reshape(-1).view(np.uint8)
+        self._run("get", target, lambda: self._memory.get(target, begin, flat))
+        if into is not buffer.array:
+            np.copyto(buffer.array, into)
+        return buffer.result() if out is None else out
+
+    def accumulate(self, x: Any, rank: int, op: str = "sum", offset: int = 0) -> None:
+        """Combine the array of `rank`, from element `offset` on, with the array `x` of the window's
+        dtype. `op` is "sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor", "lxor" or "replace". Atomic
+        with respect to all other accumulating calls. Raises what :meth:`put` raises."""
+        self._accumulate("accumulate", x, rank, op, offset)
+
+    def get_accumulate(self, x: Any, rank: int, op: str = "sum", offset: int = 0) -> Any:
+        """Do the same as :meth:`accumulate`, and return a new array of the shape of `x` with the elements before, such
+        as the next value of a counter."""
+        return self._accumulate("get_accumulate", x, rank, op, offset).result()
+
+    def fence(self) -> None:
+        """Wait until all ranks have called it: what was put and accumulated before can be read by all afterwards.
+        Collective."""
+        self._check_usable("fence")
+        self._core.queue.run(self._meet, Call("Window.fence"))
+
+    @contextmanager
+    def lock(self, rank: int, *, exclusive: bool = True) -> Iterator[Self]:
+        """Hold the lock of the memory of `rank` in a ``with`` block. While it is exclusive, calls of other ranks on
+        that memory wait; while it is shared, those for an exclusive lock do. Raises ArgumentError if this rank holds it
+        already, and Timeout if another one does not release it within the timeout of the communicator."""
+        self._check_usable("lock")
+        target = _check_target(self._core, "lock", rank)
+        if target in self._held:
+            raise ArgumentError(f"Window.lock: this rank holds the lock of rank {target} (rank {self._core.rank})")
+        call = Call(f"Window.lock({target}, exclusive={exclusive})", collective=False)
+
+        def hold() -> None:
+            self._memory.lock(target, _PROGRAM, exclusive)
+            self._held.add(target)
+
+        self._run_watched(call, hold)
+        try:
+            yield self
+        finally:
+            with self._accessing:
+                self._held.remove(target)
+                self._memory.unlock(target, _PROGRAM)
+
+    def free(self) -> None:
+        """Free the window, when all ranks have called it; arrays keep their memory. Collective. Freeing it twice has no
+        effect."""
+        if not self._is_free:
+            self._check_usable("free")
+            self._is_free = True
+            self._core.queue.run(self._free, Call("Window.free"))
+
+    def __enter__(self) -> Self:
+        self._check_usable("__enter__")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Freeing is collective: after an error on this rank alone it would wait for ranks that never enter it.
+        if kind is None:
+            self.free()
+
+    def _check_usable(self, operation: str) -> None:
+        self._core.check()
+        if self._is_free:
+            raise ArgumentError(
+                f"Window.{operation}: the window was freed (rank {self._core.rank} of {self._core.size})"
+            )
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait for a lock, in a call that the watchdog knows."""
+        core = self._core
+        poll(ready, core.timeout, f"{what} (rank {core.rank} of {core.size})")
+
+    def _run(self, operation: str, target: int, access: Callable[[], Any]) -> None:
+        """Call `access` with the lock of the memory of `target`."""
+        self._run_watched(
+            Call(f"Window.{operation}", peer=target, collective=False), lambda: self._access(target, access)
+        )
+
+    def _run_watched(self, call: Call, function: Callable[[], None]) -> None:
+        """Call `function`, whose waits have a bound unless MPI waits."""
+        bounded = isinstance(self._memory, SharedWindow)
+        with self._accessing:
+            self._core.queue.run_with_deadline(function, call, bounded=bounded)
+
+    def _access(self, target: int, access: Callable[[], Any]) -> None:
+        if target in self._held:
+            access()
+            return
+        self._memory.lock(target, _PROGRAM, False)
+        try:
+            access()
+        finally:
+            self._memory.unlock(target, _PROGRAM)
+
+    def _prepare_input(self, operation: str, x: Any, rank: int, offset: int) -> tuple[Array, int, int]:
+        """Return the bytes of `x`, the target, and the offset in bytes there."""
+        self._check_usable(operation)
+        buffer, target, begin = _prepare_operand(self._core, operation, self._buffer, self._shapes, x, rank, offset)
+        return np.ascontiguousarray(buffer.array).reshape(-1).view(np.uint8), target, begin
+
+    def _accumulate(self, operation: str, x: Any, rank: int, op: str, offset: int) -> Buffer:
+        """Return the elements before, for get_accumulate only."""
+        self._check_usable(operation)
+        buffer, target, begin = _prepare_operand(self._core, operation, self._buffer, self._shapes, x, rank, offset)
+        combine = _bind_combine(self._core, operation, buffer, op)
+        before = self._buffer.library.empty(self._buffer, buffer.array.shape)
+        old = before.array.reshape(-1)
+        memory = self._memory.view(target)
+
+        def combine_there() -> None:
+            new = np.empty_like(old)
+            self._memory.get(target, begin, old.view(np.uint8))
+            combine(old, new)
+            self._memory.put(target, begin, new.view(np.uint8))
+
+        def combine_here() -> None:
+            assert memory is not None
+            part = memory[begin : begin + old.nbytes].view(old.dtype)
+            if operation == "get_accumulate":
+                np.copyto(old, part)
+            combine(part, part)
+
+        def access() -> None:
+            self._memory.lock(target, _COMBINE, True)
+            try:
+                (combine_there if memory is None else combine_here)()
+            finally:
+                self._memory.unlock(target, _COMBINE)
+
+        self._run(operation, target, access)
+        return before
+
+    def _meet(self) -> None:
+        self._memory.sync()
+        dispatch.make_task(barrier.prepare(self._core, None))()
+        self._memory.sync()
+
+    def _free(self) -> None:
+        dispatch.make_task(barrier.prepare(self._core, None))()
+        self._memory.free()
+
+
+@adds_rank_to_errors
+def _check(core: CommunicatorCore, shape: Any, dtype: Any, like: str, driver: Any) -> tuple[tuple[int, ...], int, str]:
+    """Return the extents of this rank's array, the bytes of an element, and the name of the dtype."""
+    extents = check_shape("Window", shape)
+    empty = recognise("Window", make_array("Window", 0, dtype, like, lambda size: np.empty(size, np.uint8)))
+    if driver not in ("auto", "mpi"):
+        raise ArgumentError(f"Window: driver must be 'auto' or 'mpi', got {driver!r}")
+    if driver == "mpi" and core.transport.mpi is None:
+        raise ArgumentError("Window: driver 'mpi' needs MPI, which this job does not use; pass 'auto'")
+    return extents, empty.array.itemsize, str(empty.array.dtype) if empty.array.dtype.names else empty.dtype.name
+
+
+def _create(
+    core: CommunicatorCore,
+    extents: tuple[int, ...],
+    itemsize: int,
+    name: str,
+    *,
+    by_mpi: bool,
+    wait: Callable[[Callable[[], bool], str], None],
+) -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
+    """Return the memory of all ranks, that of this one, and the shapes of all arrays. Collective."""
+    mine = json.dumps([name, by_mpi, extents])
+    parts = [json.loads(one) for one in ([mine] if core.size == 1 else core.transport.allgather_text(mine))]
+    names = [part[0] for part in parts]
+    where = f"rank {core.rank} of {core.size}"
+    if len({(part[0], part[1]) for part in parts}) > 1:
+        raise MismatchError(f"Window: the ranks pass different dtypes or drivers: {', '.join(names)} ({where})")
+    shapes = [tuple(part[2]) for part in parts]
+    nbytes = max(prod(extents) * itemsize, 1)
+    arena = None if by_mpi else core.arena()
+    if core.size == 1 and not by_mpi:
+        own = np.zeros(nbytes, np.uint8)
+        return SharedWindow([own], _open_locks(core), wait), own, shapes
+    if arena is not None:
+        own = core.allocate(nbytes)
+        peers = arena.segments.by_number[arena.segments.allocated]
+        own[...] = 0
+        memories = [own if rank == core.rank else peers[rank] for rank in range(core.size)]
+        return SharedWindow(memories, _open_locks(core), wait), own, shapes
+    if core.transport.mpi is None:
+        reason = core.no_shm_reason or core.shm_failed_reason
+        raise CommunicatorError(f"Window: the ranks can't share memory ({reason}), and don't use MPI ({where})")
+    own = np.zeros(nbytes, np.uint8)
+    return core.transport.create_window(own), own, shapes
+
+
+def _open_locks(core: CommunicatorCore) -> int:
+    """Return a descriptor of a file of all ranks of a node, which has no name any more. Collective."""
+    fd, path, problem = -1, "", ""
+    if core.rank == 0:
+        try:
+            fd, path = tempfile.mkstemp(prefix="mpicoll-")
+        except OSError as error:
+            problem = str(error)
+    if core.size > 1:
+        path, problem = json.loads(core.transport.allgather_text(json.dumps([path, problem]))[0])
+        if core.rank and not problem:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                problem = str(error)
+        problem = next((one for one in core.transport.allgather_text(problem) if one), "")
+    if core.rank == 0 and path:
+        with suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+    if problem:
+        if fd >= 0:
+            os.close(fd)
+        raise CommunicationError(f"Window: the file of the locks can't be opened: {problem}")
+    return fd
+
+
+@adds_rank_to_errors
+def _check_target(core: CommunicatorCore, operation: str, rank: Any) -> int:
+    return check_rank(f"Window.{operation}", "rank", rank, core)
+
+
+def _check_bounds(operation: str, target: int, shape: tuple[int, ...], offset: Any, count: int) -> int:
+    """Return `offset`, from which `count` elements of the array of `target`, of this shape, are accessed."""
+    try:
+        begin = index(offset)
+    except TypeError:
+        begin = -1
+    if not 0 <= begin <= prod(shape) - count:
+        raise ShapeError(
+            f"Window.{operation}: {count} elements from offset {offset!r} on do not lie in the array of rank {target},"
+            f" of {prod(shape)} elements (shape {shape})"
+        )
+    return begin
+
+
+@adds_rank_to_errors
+def _prepare_operand(
+    core: CommunicatorCore,
+    operation: str,
+    window: Buffer,
+    shapes: list[tuple[int, ...]],
+    x: Any,
+    rank: Any,
+    offset: Any,
+) -> tuple[Buffer, int, int]:
+    """Return the buffer of `x`, the target, and the offset in bytes there."""
+    name = f"Window.{operation}"
+    target = check_rank(name, "rank", rank, core)
+    buffer = recognise(name, x)
+    device = device_of(buffer.array)
+    if device is not None:
+        raise DeviceError(f"{name}: x is on {device.name}; windows take memory of the host: copy it first")
+    # bfloat16 is the one dtype that libraries show to numpy in different ways.
+    same = buffer.dtype.storage == window.dtype.storage or buffer.dtype.name == "bfloat16"
+    if buffer.dtype.name != window.dtype.name or not same:
+        mine, theirs = (
+            one.dtype.name if buffer.dtype.name != window.dtype.name else str(one.array.dtype)
+            for one in (buffer, window)
+        )
+        raise DTypeError(f"{name}: x has dtype {mine}, and the window has {theirs}")
+    begin = _check_bounds(operation, target, shapes[target], offset, buffer.array.size)
+    return buffer, target, begin * buffer.array.itemsize
+
+
+@adds_rank_to_errors
+def _prepare_output(
+    core: CommunicatorCore,
+    window: Buffer,
+    shapes: list[tuple[int, ...]],
+    rank: Any,
+    offset: Any,
+    shape: Any,
+    out: Any,
+) -> tuple[Buffer, int, int]:
+    """Return the buffer of the result of get, the target, and the offset in bytes there."""
+    target = check_rank("Window.get", "rank", rank, core)
+    if out is not None:
+        if shape is not None:
+            raise ArgumentError("Window.get: pass shape or out, not both")
+        found = recognise("Window.get", out, "out")
+        buffer = output("Window.get", out, window, found.array.shape)
+    else:
+        extents = shapes[target] if shape is None else check_shape("Window.get", shape)
+        _check_bounds("get", target, shapes[target], offset, prod(extents))
+        buffer = window.library.empty(window, extents)
+    begin = _check_bounds("get", target, shapes[target], offset, buffer.array.size)
+    return buffer, target, begin * buffer.array.itemsize
+
+
+@adds_rank_to_errors
+def _bind_combine(core: CommunicatorCore, operation: str, operand: Buffer, op: Any) -> Callable[[Array, Array], object]:
+    """Return a function that writes the combination of its first flat array with `operand` to its second one."""
+    name = f"Window.{operation}"
+    if op not in _OPS:
+        raise DTypeError(f"{name}: op must be one of {', '.join(_OPS)}, got {op!r}")
+    if op == "replace":
+        return lambda old, new: operand.load(new)
+    reduction = ops.reduction(name, op, operand.dtype, operand.library.wrap, operand.array.shape)
+    if not reduction.changes(operand.array.dtype):
+        flat = np.ascontiguousarray(operand.array).reshape(-1)
+        return lambda old, new: reduction.combine(old, flat, new)
+    left, right = (np.empty(operand.array.size, reduction.work) for _ in range(2))
+    operand.load(right)
+    if reduction.prepare is not None:
+        reduction.prepare(right)
+
+    def combine(old: Array, new: Array) -> None:
+        Buffer(None, old, operand.dtype, operand.library).load(left)
+        if reduction.prepare is not None:
+            reduction.prepare(left)
+        reduction.combine(left, right, left)
+        Buffer(None, new, operand.dtype, operand.library).store(left)
+
+    return combine

@@ -1,0 +1,306 @@
+"""Window: what is put and accumulated is what an oracle that knows all ranks' calls expects."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import Comms, Ranks
+
+import mpicoll
+
+pytestmark = pytest.mark.extension
+
+
+def list_drivers() -> tuple[Any, ...]:
+    return ("auto", "mpi") if mpicoll.world().mpi is not None else ("auto",)
+
+
+def test_put_and_get(ranks: Ranks) -> None:
+    """Each rank writes a part of each array, which are of different shapes."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        size = world.size
+        shapes = [(rank + 1, 2 * size) for rank in range(size)]
+        want = [np.arange(np.prod(shape)).reshape(shape) % 100 + 10 * rank for rank, shape in enumerate(shapes)]
+        for driver in list_drivers():
+            for dtype in ("f8", "i2", "c8", "bool", "S3", [("a", "i4"), ("b", "f4")]):
+                with mpicoll.Window(shapes[world.rank], dtype, driver=driver) as window:
+                    assert not any(window.local.tobytes())
+                    window.fence()
+                    whole = [one.astype(dtype) for one in want]
+                    for target in range(size):
+                        for row in range(target + 1):
+                            x = whole[target][row, 2 * world.rank : 2 * world.rank + 2]
+                            x = np.repeat(x, 2)[::2] if row % 2 else x
+                            window.put(x, target, 2 * size * row + 2 * world.rank)
+                    window.fence()
+                    np.testing.assert_array_equal(window.local, whole[world.rank])
+                    for target in range(size):
+                        np.testing.assert_array_equal(window.get(target), whole[target])
+                        part = window.get(target, 1, (size, 1))
+                        np.testing.assert_array_equal(part, whole[target].reshape(-1)[1 : size + 1, None])
+                        out = np.zeros((2, size), whole[target].dtype).T
+                        assert window.get(target, out=out) is out
+                        np.testing.assert_array_equal(out, whole[target][0].reshape(size, 2))
+                        if driver == "auto":
+                            np.testing.assert_array_equal(window.shared(target), whole[target])
+                        else:
+                            with pytest.raises(mpicoll.CommunicatorError, match=r"use get\(\)"):
+                                window.shared(target)
+                    window.fence()
+                    local = window.local
+                np.testing.assert_array_equal(local, whole[world.rank])
+
+    ranks(body)
+
+
+def test_tensors(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        right = (world.rank + 1) % world.size
+        for driver in list_drivers():
+            with mpicoll.Window(3, torch.float8_e5m2, like="torch", driver=driver) as window:
+                window.put(torch.ones(3).to(torch.float8_e5m2), right)
+                window.fence()
+                whole = window.get(right) if driver == "mpi" else window.shared(right)
+                assert whole.float().tolist() == [1.0] * 3
+            for dtype in (torch.bfloat16, torch.float32, torch.float16):
+                with mpicoll.Window((2, 3), dtype, like="torch", driver=driver) as window:
+                    x = torch.arange(6).reshape(3, 2).T.to(dtype) + world.rank
+                    window.put(x, right)
+                    window.fence()
+                    left = (world.rank - 1) % world.size
+                    expected = (torch.arange(6).reshape(3, 2).T.to(dtype) + left).contiguous()
+                    assert window.local.dtype == dtype
+                    assert torch.equal(window.local, expected)
+                    assert torch.equal(window.get(right), x)
+                    window.fence()
+                    window.accumulate(torch.ones(2, dtype=dtype), 0, offset=1)
+                    window.fence()
+                    if world.rank == 0:
+                        expected.view(-1)[1:3] += world.size
+                        assert torch.equal(window.local, expected)
+                    if driver == "auto":
+                        assert torch.equal(window.shared(0), window.get(0))
+                    window.fence()
+
+    ranks(body)
+
+
+def test_accumulate(ranks: Ranks) -> None:
+    """All ranks combine all arrays at once. The values are such that the order has no influence."""
+    functions: dict[str, Any] = {
+        "sum": np.add,
+        "prod": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }
+
+    def body() -> None:
+        world = mpicoll.world()
+        count = 30
+        for driver in list_drivers():
+            for op, dtype in [*((op, "i8") for op in functions), ("sum", "f2"), ("max", "f4"), ("sum", ">i4")]:
+                rngs = [np.random.default_rng([rank, 3]) for rank in range(world.size)]
+                values = [rng.integers(1, 3, (count, world.size, 2)).astype(dtype) for rng in rngs]
+                with mpicoll.Window((3, world.size), dtype, driver=driver) as window:
+                    window.local[...] = 1
+                    window.fence()
+                    for x in values[world.rank]:
+                        for target in range(world.size):
+                            window.accumulate(x[target], target, op, offset=target)
+                    window.fence()
+                    want = np.ones((3, world.size), dtype)
+                    part = want.reshape(-1)[world.rank : world.rank + 2]
+                    for one in values:
+                        for x in one:
+                            functions[op](part, x[world.rank], out=part)
+                    np.testing.assert_array_equal(window.local, want, err_msg=op)
+            with mpicoll.Window((), "i4", driver=driver) as window:
+                window.accumulate(np.int32(2), 0, "lor")
+                window.fence()
+                assert window.get(0) == 1
+                window.fence()
+                window.accumulate(np.int32(7), world.rank, "replace")
+                assert window.local == 7
+
+    ranks(body)
+
+
+def test_counter(ranks: Ranks) -> None:
+    """Each number is drawn by one rank."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for driver in list_drivers():
+            with mpicoll.Window(1 if world.rank == 0 else 0, "int64", driver=driver) as window:
+                mine = []
+                while (number := int(window.get_accumulate(1, rank=0))) < 100:
+                    mine.append(number)
+                drawn = mpicoll.allgather_object(mine)
+                assert sorted(number for numbers in drawn for number in numbers) == list(range(100))
+                assert window.get(0)[0] == 100 + world.size
+
+    ranks(body)
+
+
+def test_lock(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        last = world.size - 1
+        for driver in list_drivers():
+            with mpicoll.Window(4, "int64", driver=driver) as window:
+                for _ in range(20):
+                    with window.lock(last) as same:
+                        assert same is window
+                        value = window.get(last, 1, 1)
+                        window.accumulate(1, last)
+                        window.put(value + 1, last, 1)
+                window.fence()
+                assert window.get(last).tolist() == [20 * world.size, 20 * world.size, 0, 0]
+                # All ranks hold it at the same time.
+                with window.lock(last, exclusive=False):
+                    mpicoll.barrier()
+                    window.accumulate(1, last, offset=2)
+                    mpicoll.barrier()
+                    assert window.get(last, 2, ()) == world.size
+                with window.lock(last):
+                    with pytest.raises(mpicoll.ArgumentError, match="this rank holds the lock"), window.lock(last):
+                        pass
+                    window.put(np.int64(5), last, 3)
+                window.fence()
+                assert window.get(last, 3, 1)[0] == 5
+
+    ranks(body)
+
+
+def test_lock_that_is_not_released(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.duplicate() as comm, mpicoll.Window(4, "int64", comm=comm) as window:
+            if world.rank == 0:
+                with window.lock(1):
+                    mpicoll.barrier()
+                    mpicoll.barrier()
+            else:
+                mpicoll.barrier()
+                before, comm.timeout = comm.timeout, 0.1
+                for call in (
+                    lambda: window.put(np.arange(4), 1),
+                    lambda: window.get(1),
+                    lambda: window.lock(1).__enter__(),
+                ):
+                    with pytest.raises(mpicoll.Timeout, match="the lock of rank 1's memory"):
+                        call()
+                comm.timeout = before
+                mpicoll.barrier()
+            window.fence()
+            assert not window.get(1).any()
+            with window.lock(1):
+                pass
+
+    several(body)
+
+
+def test_threads_of_a_rank(several: Ranks) -> None:
+    """Their accumulating calls are atomic, too."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        with mpicoll.Window(1, "int64") as window:
+
+            def add() -> None:
+                for _ in range(50):
+                    window.accumulate(1, 0)
+
+            threads = [threading.Thread(target=add) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            window.fence()
+            assert window.get(0)[0] == 100 * world.size
+
+    several(body)
+
+
+def test_parts_of_the_world(several: Ranks) -> None:
+    def body() -> None:
+        comms = Comms()
+        for name in ("split", "group"):
+            comm = comms[name]
+            if comm is not None:
+                with mpicoll.Window(2, comm=comm) as window:
+                    window.put(np.full(2, comm.rank, "f4"), (comm.rank + 1) % comm.size)
+                    window.fence()
+                    assert window.local.tolist() == 2 * [(comm.rank - 1) % comm.size]
+        comms.free()
+
+    several(body)
+
+
+def test_wrong_arguments(some: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        place = rf"rank {world.rank} of {world.size}"
+        for arguments, kwargs, kind in (
+            ((-1,), {}, mpicoll.ShapeError),
+            ((2, "object"), {}, mpicoll.DTypeError),
+            ((2,), {"like": "jax"}, mpicoll.DTypeError),
+            ((2,), {"driver": "posix"}, mpicoll.ArgumentError),
+        ):
+            with pytest.raises(kind, match=f"Window: .*{place}"):
+                mpicoll.Window(*arguments, **kwargs)  # type: ignore[arg-type]
+        with mpicoll.Window((2, 3), "f8") as window:
+            x = np.ones(2)
+            wrong: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception]], ...] = (
+                ("put", (x, world.size), {}, mpicoll.RankError),
+                ("put", (x, 0, 5), {}, mpicoll.ShapeError),
+                ("put", (x, 0, -1), {}, mpicoll.ShapeError),
+                ("put", (x, 0, 0.5), {}, mpicoll.ShapeError),
+                ("put", (np.ones(7), 0), {}, mpicoll.ShapeError),
+                ("put", (x.astype("f4"), 0), {}, mpicoll.DTypeError),
+                ("put", (x.astype(">f8"), 0), {}, mpicoll.DTypeError),
+                ("put", ([1.0], 0), {}, mpicoll.DTypeError),
+                ("accumulate", (x, 0, "avg"), {}, mpicoll.DTypeError),
+                ("accumulate", (x, 0, "band"), {}, mpicoll.DTypeError),
+                ("get_accumulate", (x, 0, np.add), {}, mpicoll.DTypeError),
+                ("get", (-1,), {}, mpicoll.RankError),
+                ("get", (0, 1), {}, mpicoll.ShapeError),
+                ("get", (0, 0, (2, 4)), {}, mpicoll.ShapeError),
+                ("get", (0, 0, (2,)), {"out": x}, mpicoll.ArgumentError),
+                ("get", (0,), {"out": x.astype("f4")}, mpicoll.DTypeError),
+                ("shared", (world.size,), {}, mpicoll.RankError),
+            )
+            for name, arguments, kwargs, kind in wrong:
+                with pytest.raises(kind, match=f"Window.{name}: .*{place}"):
+                    getattr(window, name)(*arguments, **kwargs)
+            with pytest.raises(mpicoll.RankError, match=r"Window\.lock"), window.lock(9):
+                pass
+            with pytest.raises(TypeError, match="can't be pickled"):
+                pickle.dumps(window)
+            assert window.get(0).tolist() == [[0.0] * 3] * 2
+        window.free()
+        assert "freed" in repr(window)
+        with pytest.raises(mpicoll.ArgumentError, match=f"the window was freed .*{place}"):
+            window.put(x, 0)
+
+    some(body)
+
+
+def test_different_dtypes(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with pytest.raises(mpicoll.MismatchError, match="Window"):
+            mpicoll.Window(2, "f4" if world.rank else "f8")
+
+    several(body)
