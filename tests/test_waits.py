@@ -30,7 +30,8 @@ WAITS = {
     "registered: an entry of the watch's `active`, or the operation of a queue": {
         "collectives/repeated_messages.py::StartedMessage._wait_within",
         "collectives/transfers.py::Transfer._wait_pending",
-        "collectives/window.py::Window._wait",
+        "collectives/window.py::Window._run_alone",
+        "collectives/window.py::_wait",
         "engine/core/arena_wait.py::ArenaWait.pause",
         "engine/executors/compressed.py::_Exchange._wait",
         "engine/executors/hierarchical.py::HierarchicalPhases._await_first",

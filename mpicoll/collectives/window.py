@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from operator import index
 from types import TracebackType
@@ -38,7 +37,8 @@ from mpicoll.errors import (
     ShapeError,
 )
 from mpicoll.transport.waiting import poll
-from mpicoll.transport.windows import RemoteMemory, SharedWindow
+from mpicoll.transport.windows import LockFile, RemoteMemory, SharedWindow
+from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +60,8 @@ class Window:
     A call outside of :meth:`lock` holds a shared lock of the target's memory while it lasts, and is complete when it
     returns. Accumulating calls are atomic with respect to each other; elements that one rank reads or puts while
     another one changes them are undefined, unless :meth:`lock` or :meth:`fence` orders the calls. A call that waits for
-    a lock raises Timeout after the timeout of the communicator; in a window of MPI, the job is ended then.
+    a lock raises Timeout after the timeout of the communicator; in a window of MPI, the job is ended then. Threads of a
+    rank may call the methods at once, and take turns; the locks are those of the rank.
 
     Args:
         shape: the shape of this rank's array; it may differ between ranks.
@@ -100,11 +101,12 @@ class Window:
         # The ranks whose lock the program holds.
         self._held: set[int] = set()
         # The locks are those of a rank: its threads have one at a time.
-        self._accessing = threading.Lock()
+        self._turn = threading.Lock()
+        self._turn_of: tuple[int, Call] | None = None
         self._is_free = False
 
         def create() -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
-            return _create(core, extents, itemsize, name, by_mpi=driver == "mpi", wait=self._wait)
+            return _create(core, extents, itemsize, name, by_mpi=driver == "mpi")
 
         self._memory, own, self._shapes = core.queue.run(create, Call(f"Window({name})"))
         self.local: Any = make_array("Window", extents, dtype, like, lambda size: own[:size])
@@ -133,17 +135,20 @@ class Window:
 
     def put(self, x: Any, rank: int, offset: int = 0) -> None:
         """Write the array `x`, of the window's dtype, to the array of `rank`, from element `offset` on, in C order.
-        Raises ArgumentError, ShapeError, DTypeError and RankError for invalid arguments, before anything is
-        written."""
+        Raises ArgumentError, ShapeError, DTypeError, DeviceError and RankError for invalid arguments, before anything
+        is written."""
         data, target, begin = self._prepare_input("put", x, rank, offset)
         self._run("put", target, lambda: self._memory.put(target, begin, data))
 
     def get(self, rank: int, offset: int = 0, shape: int | tuple[int, ...] | None = None, *, out: Any = None) -> Any:
-        """Read from the array of `rank`, from element `offset` on, an array of `shape`, or `out`;
-        without both, and an offset, the whole array. Return the array, or `out`. Raises what :meth:`put` raises."""
+        """Read from the array of `rank`, from element `offset` on, an array of `shape`, or one like `out`, an array of
+        the window's dtype with any strides, which is filled; without both, the whole array, of its shape. Return the
+        array, or `out`. Raises what :meth:`put` raises."""
         self._check_usable("get")
         buffer, target, begin = _prepare_output(self._core, self._buffer, self._shapes, rank, offset, shape, out)
         into = buffer.array if buffer.array.flags.c_contiguous else np.empty(buffer.array.shape, buffer.array.dtype)
+        if self._overlaps(into, target):
+            into = into.copy()
         flat = into.reshape(-1).view(np.uint8)
         self._run("get", target, lambda: self._memory.get(target, begin, flat))
         if into is not buffer.array:
@@ -163,8 +168,9 @@ class Window:
 
     def fence(self) -> None:
         """Wait until all ranks have called it: what was put and accumulated before can be read by all afterwards.
-        Collective."""
+        Collective. Raises ArgumentError, before anything else, if this rank holds a lock."""
         self._check_usable("fence")
+        self._check_released("fence")
         self._core.queue.run(self._meet, Call("Window.fence"))
 
     @contextmanager
@@ -174,27 +180,32 @@ class Window:
         already, and Timeout if another one does not release it within the timeout of the communicator."""
         self._check_usable("lock")
         target = _check_target(self._core, "lock", rank)
-        if target in self._held:
-            raise ArgumentError(f"Window.lock: this rank holds the lock of rank {target} (rank {self._core.rank})")
-        call = Call(f"Window.lock({target}, exclusive={exclusive})", collective=False)
 
         def hold() -> None:
+            if target in self._held:
+                raise ArgumentError(
+                    f"Window.lock: this rank holds the lock of rank {target} (rank {self._core.rank} of"
+                    f" {self._core.size})"
+                )
             self._memory.lock(target, _PROGRAM, exclusive)
             self._held.add(target)
 
-        self._run_watched(call, hold)
+        def release() -> None:
+            self._held.remove(target)
+            self._memory.unlock(target, _PROGRAM)
+
+        self._run_watched(Call(f"Window.lock({target}, exclusive={exclusive})", collective=False), hold)
         try:
             yield self
         finally:
-            with self._accessing:
-                self._held.remove(target)
-                self._memory.unlock(target, _PROGRAM)
+            self._run_watched(Call(f"Window.unlock({target})", collective=False), release)
 
     def free(self) -> None:
         """Free the window, when all ranks have called it; arrays keep their memory. Collective. Freeing it twice has no
-        effect."""
+        effect. Raises ArgumentError, before anything else, if this rank holds a lock."""
         if not self._is_free:
             self._check_usable("free")
+            self._check_released("free")
             self._is_free = True
             self._core.queue.run(self._free, Call("Window.free"))
 
@@ -216,10 +227,20 @@ class Window:
                 f"Window.{operation}: the window was freed (rank {self._core.rank} of {self._core.size})"
             )
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait for a lock, in a call that the watchdog knows."""
-        core = self._core
-        poll(ready, core.timeout, f"{what} (rank {core.rank} of {core.size})")
+    def _check_released(self, operation: str) -> None:
+        if self._held:
+            raise ArgumentError(
+                f"Window.{operation}: this rank holds the lock of {rank_list(self._held)}; call it after the with block"
+                f" (rank {self._core.rank} of {self._core.size})"
+            )
+
+    def _overlaps(self, array: Array, target: int) -> bool:
+        """Return True if `array` may lie in the array of `target`: the order in which overlapping memory is copied is
+        undefined."""
+        memory = self._memory.view(target)
+        if memory is None:
+            return target == self._core.rank and np.may_share_memory(array, self._buffer.array)
+        return np.may_share_memory(array, memory)
 
     def _run(self, operation: str, target: int, access: Callable[[], Any]) -> None:
         """Call `access` with the lock of the memory of `target`."""
@@ -230,14 +251,31 @@ class Window:
     def _run_watched(self, call: Call, function: Callable[[], None]) -> None:
         """Call `function`, whose waits have a bound unless MPI waits."""
         bounded = isinstance(self._memory, SharedWindow)
-        with self._accessing:
-            self._core.queue.run_with_deadline(function, call, bounded=bounded)
+        self._core.queue.run_with_deadline(self._run_alone, call, function, call, bounded=bounded)
+
+    def _run_alone(self, function: Callable[[], None], call: Call) -> None:
+        """Call `function` while no other thread accesses the window."""
+        me, current = threading.get_ident(), self._turn_of
+        if current is not None and current[0] == me:
+            raise CommunicatorError(
+                f"{call}: called in the middle of {current[1]} on the same window and thread, such as by a signal"
+                f" handler; call it afterwards (rank {self._core.rank} of {self._core.size})"
+            )
+        if not self._turn.acquire(blocking=False):
+            what = f"{call}, after that of another thread, on rank {self._core.rank} of {self._core.size}"
+            poll(lambda: self._turn.acquire(blocking=False), self._core.timeout, what)
+        try:
+            self._turn_of = me, call
+            function()
+        finally:
+            self._turn_of = None
+            self._turn.release()
 
     def _access(self, target: int, access: Callable[[], Any]) -> None:
         if target in self._held:
             access()
             return
-        self._memory.lock(target, _PROGRAM, False)
+        self._memory.lock(target, _PROGRAM, False, True)
         try:
             access()
         finally:
@@ -246,13 +284,20 @@ class Window:
     def _prepare_input(self, operation: str, x: Any, rank: int, offset: int) -> tuple[Array, int, int]:
         """Return the bytes of `x`, the target, and the offset in bytes there."""
         self._check_usable(operation)
-        buffer, target, begin = _prepare_operand(self._core, operation, self._buffer, self._shapes, x, rank, offset)
+        buffer, target, begin = self._prepare_operand(operation, x, rank, offset)
         return np.ascontiguousarray(buffer.array).reshape(-1).view(np.uint8), target, begin
+
+    def _prepare_operand(self, operation: str, x: Any, rank: int, offset: int) -> tuple[Buffer, int, int]:
+        """Return the buffer of `x`, or of a copy of it, the target, and the offset in bytes there."""
+        buffer, target, begin = _check_operand(self._core, operation, self._buffer, self._shapes, x, rank, offset)
+        if self._overlaps(buffer.array, target):
+            buffer = Buffer(None, buffer.array.copy(), buffer.dtype, buffer.library)
+        return buffer, target, begin
 
     def _accumulate(self, operation: str, x: Any, rank: int, op: str, offset: int) -> Buffer:
         """Return the elements before, for get_accumulate only."""
         self._check_usable(operation)
-        buffer, target, begin = _prepare_operand(self._core, operation, self._buffer, self._shapes, x, rank, offset)
+        buffer, target, begin = self._prepare_operand(operation, x, rank, offset)
         combine = _bind_combine(self._core, operation, buffer, op)
         before = self._buffer.library.empty(self._buffer, buffer.array.shape)
         old = before.array.reshape(-1)
@@ -282,13 +327,25 @@ class Window:
         return before
 
     def _meet(self) -> None:
-        self._memory.sync()
+        call = Call("Window.fence")
+        self._run_alone(self._memory.sync, call)
         dispatch.make_task(barrier.prepare(self._core, None))()
-        self._memory.sync()
+        self._run_alone(self._memory.sync, call)
 
     def _free(self) -> None:
         dispatch.make_task(barrier.prepare(self._core, None))()
-        self._memory.free()
+        self._run_alone(self._memory.free, Call("Window.free"))
+
+
+def _wait(core: CommunicatorCore, ready: Callable[[], bool], what: str) -> None:
+    """Wait for a lock, in a call that the watchdog knows."""
+    # Other ranks may wait for messages of this one, or for its windows of MPI.
+    poll(
+        ready,
+        core.timeout,
+        f"{what} (rank {core.rank} of {core.size})",
+        lambda: core.transport.check_peers(0.0, ()),
+    )
 
 
 @adds_rank_to_errors
@@ -310,7 +367,6 @@ def _create(
     name: str,
     *,
     by_mpi: bool,
-    wait: Callable[[Callable[[], bool], str], None],
 ) -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
     """Return the memory of all ranks, that of this one, and the shapes of all arrays. Collective."""
     mine = json.dumps([name, by_mpi, extents])
@@ -324,13 +380,13 @@ def _create(
     arena = None if by_mpi else core.arena()
     if core.size == 1 and not by_mpi:
         own = np.zeros(nbytes, np.uint8)
-        return SharedWindow([own], _open_locks(core), wait), own, shapes
+        return SharedWindow([own], _open_locks(core), partial(_wait, core)), own, shapes
     if arena is not None:
         own = core.allocate(nbytes)
         peers = arena.segments.by_number[arena.segments.allocated]
         own[...] = 0
         memories = [own if rank == core.rank else peers[rank] for rank in range(core.size)]
-        return SharedWindow(memories, _open_locks(core), wait), own, shapes
+        return SharedWindow(memories, _open_locks(core), partial(_wait, core)), own, shapes
     if core.transport.mpi is None:
         reason = core.no_shm_reason or core.shm_failed_reason
         raise CommunicatorError(f"Window: the ranks can't share memory ({reason}), and don't use MPI ({where})")
@@ -340,28 +396,25 @@ def _create(
 
 def _open_locks(core: CommunicatorCore) -> int:
     """Return a descriptor of a file of all ranks of a node, which has no name any more. Collective."""
-    fd, path, problem = -1, "", ""
-    if core.rank == 0:
-        try:
-            fd, path = tempfile.mkstemp(prefix="mpicoll-")
-        except OSError as error:
-            problem = str(error)
-    if core.size > 1:
-        path, problem = json.loads(core.transport.allgather_text(json.dumps([path, problem]))[0])
-        if core.rank and not problem:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError as error:
-                problem = str(error)
-        problem = next((one for one in core.transport.allgather_text(problem) if one), "")
-    if core.rank == 0 and path:
-        with suppress(OSError):
-            os.unlink(path)  # noqa: PTH108
+    file = LockFile()
+    try:
+        path, problem = file.create() if core.rank == 0 else ("", "")
+        if core.size > 1:
+            path, problem = json.loads(core.transport.allgather_text(json.dumps([path, problem]))[0])
+            if core.rank and not problem:
+                problem = file.open(path)
+            problem = next((one for one in core.transport.allgather_text(problem) if one), "")
+    except BaseException:
+        file.close()
+        raise
+    finally:
+        file.remove_name()
     if problem:
-        if fd >= 0:
-            os.close(fd)
-        raise CommunicationError(f"Window: the file of the locks can't be opened: {problem}")
-    return fd
+        file.close()
+        raise CommunicationError(
+            f"Window: the file of the locks can't be opened: {problem} (rank {core.rank} of {core.size})"
+        )
+    return file.fd
 
 
 @adds_rank_to_errors
@@ -384,7 +437,7 @@ def _check_bounds(operation: str, target: int, shape: tuple[int, ...], offset: A
 
 
 @adds_rank_to_errors
-def _prepare_operand(
+def _check_operand(
     core: CommunicatorCore,
     operation: str,
     window: Buffer,
@@ -441,7 +494,7 @@ def _prepare_output(
 def _bind_combine(core: CommunicatorCore, operation: str, operand: Buffer, op: Any) -> Callable[[Array, Array], object]:
     """Return a function that writes the combination of its first flat array with `operand` to its second one."""
     name = f"Window.{operation}"
-    if op not in _OPS:
+    if not isinstance(op, str) or op not in _OPS:
         raise DTypeError(f"{name}: op must be one of {', '.join(_OPS)}, got {op!r}")
     if op == "replace":
         return lambda old, new: operand.load(new)

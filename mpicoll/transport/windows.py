@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 from weakref import finalize
 
@@ -28,7 +30,9 @@ class RemoteMemory(Protocol):
 
     def put(self, rank: int, offset: int, data: Memory) -> None: ...
     def get(self, rank: int, offset: int, into: Memory) -> None: ...
-    def lock(self, rank: int, number: int, exclusive: bool) -> None: ...
+    def lock(self, rank: int, number: int, exclusive: bool, lazy: bool = False) -> None:
+        """Acquire a lock. A `lazy` one may be acquired as late as at the first access of the memory."""
+
     def unlock(self, rank: int, number: int) -> None: ...
     def view(self, rank: int) -> Memory | None:
         """Return the memory of `rank` itself, if this process can access it."""
@@ -38,6 +42,46 @@ class RemoteMemory(Protocol):
 
     def free(self) -> None:
         """Release the locks and the window, but not the memory of this rank. Collective."""
+
+
+_DIRECTORY = "/dev/shm"
+
+
+class LockFile:
+    """File of the locks of a window, by a descriptor of each rank. One rank creates it; the name is removed when all
+    have opened it."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self._name = ""
+
+    def create(self) -> tuple[str, str]:
+        """Create the file. Return its name, and the reason if it failed."""
+        # There, unlike in a directory for temporary files, containers of a node see it, and it is no network's.
+        directory = _DIRECTORY if os.access(_DIRECTORY, os.W_OK) else None
+        try:
+            self.fd, self._name = tempfile.mkstemp(prefix="mpicoll-", dir=directory)
+        except OSError as error:
+            return "", str(error)
+        return self._name, ""
+
+    def open(self, name: str) -> str:
+        """Open the file that another rank has created. Return the reason if it failed."""
+        try:
+            self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def remove_name(self) -> None:
+        """Remove the name of the file that this rank has created."""
+        if self._name:
+            with suppress(OSError):
+                os.unlink(self._name)  # noqa: PTH108
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class SharedWindow:
@@ -56,7 +100,7 @@ class SharedWindow:
     def get(self, rank: int, offset: int, into: Memory) -> None:
         into[...] = self._memories[rank][offset : offset + into.size]
 
-    def lock(self, rank: int, number: int, exclusive: bool) -> None:
+    def lock(self, rank: int, number: int, exclusive: bool, lazy: bool = False) -> None:
         kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
         if not self._set_lock(kind, rank, number):
             self._wait(lambda: self._set_lock(kind, rank, number), f"the lock of rank {rank}'s memory")
@@ -84,4 +128,5 @@ class SharedWindow:
     def free(self) -> None:
         if self._close.detach() is not None:
             os.close(self._fd)
+        self._fd = -1  # the number may be that of another file from now on
         self._memories = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -12,12 +13,18 @@ import torch
 from support.ranks import Comms, Ranks
 
 import mpicoll
+from mpicoll.transport.windows import LockFile
 
 pytestmark = pytest.mark.extension
 
 
 def list_drivers() -> tuple[Any, ...]:
     return ("auto", "mpi") if mpicoll.world().mpi is not None else ("auto",)
+
+
+def is_shared(driver: str = "auto") -> bool:
+    world = mpicoll.world()
+    return driver == "auto" and (world.size == 1 or world._core.no_shm_reason is None)
 
 
 def test_put_and_get(ranks: Ranks) -> None:
@@ -48,7 +55,7 @@ def test_put_and_get(ranks: Ranks) -> None:
                         out = np.zeros((2, size), whole[target].dtype).T
                         assert window.get(target, out=out) is out
                         np.testing.assert_array_equal(out, whole[target][0].reshape(size, 2))
-                        if driver == "auto":
+                        if is_shared(driver):
                             np.testing.assert_array_equal(window.shared(target), whole[target])
                         else:
                             with pytest.raises(mpicoll.CommunicatorError, match=r"use get\(\)"):
@@ -68,7 +75,7 @@ def test_tensors(ranks: Ranks) -> None:
             with mpicoll.Window(3, torch.float8_e5m2, like="torch", driver=driver) as window:
                 window.put(torch.ones(3).to(torch.float8_e5m2), right)
                 window.fence()
-                whole = window.get(right) if driver == "mpi" else window.shared(right)
+                whole = window.shared(right) if is_shared(driver) else window.get(right)
                 assert whole.float().tolist() == [1.0] * 3
             for dtype in (torch.bfloat16, torch.float32, torch.float16):
                 with mpicoll.Window((2, 3), dtype, like="torch", driver=driver) as window:
@@ -86,7 +93,7 @@ def test_tensors(ranks: Ranks) -> None:
                     if world.rank == 0:
                         expected.view(-1)[1:3] += world.size
                         assert torch.equal(window.local, expected)
-                    if driver == "auto":
+                    if is_shared(driver):
                         assert torch.equal(window.shared(0), window.get(0))
                     window.fence()
 
@@ -176,6 +183,9 @@ def test_lock(ranks: Ranks) -> None:
                 with window.lock(last):
                     with pytest.raises(mpicoll.ArgumentError, match="this rank holds the lock"), window.lock(last):
                         pass
+                    for call in (window.fence, window.free):
+                        with pytest.raises(mpicoll.ArgumentError, match=f"this rank holds the lock of rank {last};"):
+                            call()
                     window.put(np.int64(5), last, 3)
                 window.fence()
                 assert window.get(last, 3, 1)[0] == 5
@@ -183,9 +193,34 @@ def test_lock(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_shared_lock_without_an_access(several: Ranks) -> None:
+    """Another rank waits for it, though its holder has accessed nothing."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for driver in list_drivers():
+            with mpicoll.Window(1, "int64", driver=driver) as window:
+                if world.rank == 0:
+                    with window.lock(0, exclusive=False):
+                        mpicoll.barrier()
+                        assert window.get(0)[0] == 0
+                        window.accumulate(5, 0)
+                        assert window.get(0)[0] == 5
+                else:
+                    mpicoll.barrier()
+                    with window.lock(0):
+                        window.put(window.get(0) + 1, 0)
+                window.fence()
+                assert window.get(0)[0] == 5 + world.size - 1
+
+    several(body)
+
+
 def test_lock_that_is_not_released(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
+        if not is_shared():
+            pytest.skip("MPI's locks have no bound: the watchdog ends the job")
         with world.duplicate() as comm, mpicoll.Window(4, "int64", comm=comm) as window:
             if world.rank == 0:
                 with window.lock(1):
@@ -231,6 +266,110 @@ def test_threads_of_a_rank(several: Ranks) -> None:
             assert window.get(0)[0] == 100 * world.size
 
     several(body)
+
+
+def test_call_within_a_call(some: Ranks) -> None:
+    """As by a signal handler: it is refused instead of waiting for itself, and the outer call is completed."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        with mpicoll.Window(2, "int64") as window:
+            memory = window._memory
+            put = memory.put
+
+            def put_interrupted(*args: Any) -> None:
+                with pytest.raises(mpicoll.CommunicatorError, match=r"Window\.get.*in the middle of Window\.put"):
+                    window.get(0)
+                put(*args)
+
+            memory.put = put_interrupted  # type: ignore[method-assign]
+            window.put(np.array([3, 4]), world.rank)
+            memory.put = put  # type: ignore[method-assign]
+            assert window.get(world.rank).tolist() == [3, 4]
+
+    some(body)
+
+
+def test_overlapping_arrays(ranks: Ranks) -> None:
+    """The array that is passed is a part of what is written."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for driver in list_drivers():
+            for like, dtype in (("numpy", "int64"), ("torch", torch.bfloat16)):
+                with mpicoll.Window(6, dtype, like=like, driver=driver) as window:
+                    local = window.local
+                    for begin in (0, 1):
+                        for name, expected in (
+                            ("put", [0, 0, 1, 2, 3, 4] if begin == 0 else [1, 2, 3, 4, 5, 5]),
+                            ("accumulate", [0, 1, 3, 5, 7, 9] if begin == 0 else [1, 3, 5, 7, 9, 5]),
+                        ):
+                            for at in range(6):
+                                local[at] = at
+                            getattr(window, name)(local[begin : begin + 5], world.rank, offset=1 - begin)
+                            assert local.tolist() == expected, (name, begin)
+                    for at in range(6):
+                        local[at] = at
+                    window.get(world.rank, 0, out=local[1:])
+                    assert local.tolist() == [0, 0, 1, 2, 3, 4]
+
+    ranks(body)
+
+
+def test_empty_arrays(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for driver in list_drivers():
+            with mpicoll.Window((0, 3) if world.rank else 2, driver=driver) as window:
+                x = np.empty((3, 0), "f4")
+                for target in range(world.size):
+                    window.put(x, target, 0 if target else 2)
+                    window.accumulate(x, target)
+                    assert window.get_accumulate(x, target).shape == (3, 0)
+                    assert window.get(target, 0, (0, 2)).shape == (0, 2)
+                    assert window.get(target).shape == ((0, 3) if target else (2,))
+                with pytest.raises(mpicoll.ShapeError, match=r"Window\.put: 1 elements from offset 2 on"):
+                    window.put(np.ones(1, "f4"), 0, 2)
+
+    ranks(body)
+
+
+def test_memory_is_released(ranks: Ranks) -> None:
+    """Without a search for cycles, and whether the window is freed or dropped."""
+
+    def body() -> None:
+        for frees in (True, False):
+            window = mpicoll.Window(1 << 10, "int64")
+            gone = [ref(window)]
+            if is_shared():  # MPI writes to memory of a window that is not freed
+                gone.append(ref(window._memory))
+            mpicoll.barrier()
+            if frees:
+                window.free()
+            mpicoll.barrier()
+            del window
+            assert [one() for one in gone] == [None] * len(gone)
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_locks_that_cannot_be_opened(some_more: Ranks, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """All ranks raise the error of the one that fails, and the next window works."""
+
+    def body() -> None:
+        if not is_shared():
+            pytest.skip("there are no such locks")
+        with pytest.raises(mpicoll.CommunicationError, match="Window: the file of the locks can't be opened: no space"):
+            mpicoll.Window(2)
+
+    with monkeypatch.context() as patch:
+        if failing == 0:
+            patch.setattr(LockFile, "create", lambda self: ("", "no space"))
+        else:
+            patch.setattr(LockFile, "open", lambda self, name: "no space")
+        some_more(body)
+    some_more(lambda: mpicoll.Window(2).free())
 
 
 def test_parts_of_the_world(several: Ranks) -> None:

@@ -13,6 +13,9 @@ from mpicoll.transport.windows import Memory
 _CHUNK = 1 << 30
 """Bytes of one call: MPI's counts are ints."""
 
+_exposed: set[MpiWindow] = set()
+"""The windows that are not freed: MPI writes to their memory until they are, even if the program has dropped them."""
+
 
 class MpiWindow:
     """The memory `memory` of each rank of `comm`, as a window of MPI, and a second window for locks. Collective.
@@ -27,6 +30,7 @@ class MpiWindow:
         self._memories = memory, np.zeros(1, np.uint8)
         self._windows = [MPI.Win.Create(one, 1, comm=comm) for one in self._memories]
         self._token = np.empty(1, np.uint8)
+        _exposed.add(self)
 
     @translates_errors
     def put(self, rank: int, offset: int, data: Memory) -> None:
@@ -45,10 +49,10 @@ class MpiWindow:
         window.Flush(rank)
 
     @translates_errors
-    def lock(self, rank: int, number: int, exclusive: bool) -> None:
+    def lock(self, rank: int, number: int, exclusive: bool, lazy: bool = False) -> None:
         window = self._windows[number]
         window.Lock(rank, MPI.LOCK_EXCLUSIVE if exclusive else MPI.LOCK_SHARED)
-        if exclusive:
+        if not lazy:
             # MPI may acquire the lock as late as at the first access.
             window.Get([self._token, 1, MPI.BYTE], rank, (0, 1, MPI.BYTE))
             window.Flush(rank)
@@ -70,3 +74,4 @@ class MpiWindow:
     def free(self) -> None:
         for window in self._windows:
             window.Free()
+        _exposed.discard(self)
