@@ -41,6 +41,7 @@ struct Entry {
     PyObject *prototypes[2]; /* dtypes of input and result, which must exist as long as their addresses are compared */
     PyObject *make_result; /* NULL: make_array makes it */
     PyObject *carrier; /* a Collective, a NativeCall or a MessageCall */
+    bool has_messages; /* the carrier is a MessageCall: to ask its type takes a tenth of a small call */
     PyObject *call;    /* its description */
 };
 
@@ -178,16 +179,25 @@ static bool is_equal_key(PyObject *const *key, Py_ssize_t size, PyObject *other)
     return true;
 }
 
+static uint64_t hash_elements(PyObject *value);
+
 /* Return a number that is the same for all values that is_equal takes for equal. */
-static uint64_t hash_value(PyObject *value)
+static inline uint64_t hash_value(PyObject *value)
 {
     if (PyUnicode_CheckExact(value) || PyLong_CheckExact(value))
         return (uint64_t)PyObject_Hash(value);
-    const Py_ssize_t size = get_length(value);
+    /* Apart from this function, which would not be inlined if it called itself. */
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value))
+        return hash_elements(value);
+    return (uintptr_t)value >> 4;
+}
+
+static uint64_t hash_elements(PyObject *value)
+{
     uint64_t hash = 0;
-    for (Py_ssize_t i = 0; i < size; i++)
+    for (Py_ssize_t i = 0; i < get_length(value); i++)
         hash = hash * 31 + hash_value(get_element(value, i));
-    return size >= 0 ? hash : (uintptr_t)value >> 4;
+    return hash;
 }
 
 /* Return the first place of a call in the table. */
@@ -388,6 +398,7 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
         return NULL;
     /* The table may change while other code runs. */
     PyObject *call = Py_NewRef(entry->call), *carrier = Py_NewRef(entry->carrier), *value = out;
+    const bool has_messages = entry->has_messages;
     Operands operands = {from.data, entry->input_bytes, to.data, entry->result_bytes};
     if (out != Py_None || !entry->has_result) {
         Py_INCREF(value);
@@ -400,16 +411,16 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
             Py_CLEAR(value);
         operands.target = to.data;
     }
-    if (value != NULL && is_message_call(carrier) && ((MessageCall *)carrier)->wrap != NULL) {
+    if (value != NULL && has_messages && ((MessageCall *)carrier)->wrap != NULL) {
         PyObject *started = start_message(calls, carrier, call, ((MessageCall *)carrier)->sends ? x : value, &operands);
         Py_DECREF(value);
         Py_DECREF(carrier);
         Py_DECREF(call);
         return started;
     }
-    const int status = value == NULL              ? 0
-                       : is_message_call(carrier) ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)
-                                                  : run_in_order(calls, carrier, call, &operands);
+    const int status = value == NULL  ? 0
+                       : has_messages ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)
+                                      : run_in_order(calls, carrier, call, &operands);
     if (status <= 0)
         Py_CLEAR(value);
     Py_DECREF(carrier);
@@ -493,7 +504,8 @@ static PyObject *add(PyObject *self, PyObject *args)
             args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &carrier, &call, &in_place))
         return NULL;
     Memory from = {0}, to = {0};
-    Entry entry = {.has_input = x != Py_None, .has_result = result != Py_None, .in_place = in_place != 0};
+    Entry entry = {.has_input = x != Py_None, .has_result = result != Py_None, .in_place = in_place != 0,
+                   .has_messages = is_message_call(carrier)};
     const Py_ssize_t size = PyTuple_Size(key);
     int status = (entry.has_input || entry.has_result) && is_plain(key) && size <= MAX_KEY;
     if (status > 0 && entry.has_input)
