@@ -79,19 +79,23 @@ class _PeerCollective:
         if spec.fold is None:
             moves = [(one, move) for one in self._clients for move in make_moves(spec, one, size)]
         elif spec.collective == "allreduce" and self._fused is None:
-            moves = [(rank, Move(peer, low, low, high - low)) for peer, (low, high) in enumerate(self._shares)]
-            moves = [(one, move) for one, move in moves if move.peer != rank]
+            shares = enumerate(self._shares)
+            moves = [(rank, Move(peer, low, low, high - low)) for peer, (low, high) in shares if peer != rank]
         # The next rank first, so that not all ranks read from the same one.
         self._moves = sorted(
             ((one, move) for one, move in moves if move.count), key=lambda one: (one[1].peer - one[0]) % size
         )
         self.steps = 3 if spec.collective == "allreduce" and self._fused is None else 2
-        # Other ranks write to the memory, or read it.
-        self._exports_target = spec.collective == "allreduce"
-        if spec.collective == "reduce":
-            self._exports_target = rank == spec.root and self._fused is not None
-        elif spec.collective != "allreduce" and (spec.fold is None or self._fused is not None):
-            self._exports_target = workers[rank] != rank
+        self._exports_target = self._needs_target()
+
+    def _needs_target(self) -> bool:
+        """Return True if other ranks write to this rank's output, or read it."""
+        spec, rank = self._spec, self._arena.rank
+        if spec.collective == "allreduce":
+            return True
+        if spec.fold is not None and self._fused is None:
+            return False
+        return rank == spec.root if spec.collective == "reduce" else self._peers.workers[rank] != rank
 
     def _get_shares(self) -> list[tuple[int, int]]:
         spec, workers, nothing = self._spec, self._peers.workers, (0, 0)

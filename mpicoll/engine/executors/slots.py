@@ -210,7 +210,7 @@ def make_moves(spec: CollectiveSpec, rank: int, size: int) -> list[Move]:
     return [Move(peer, offsets[rank], offsets[peer], counts[peer]) for peer in range(size)]
 
 
-def make_own_copy(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
+def _make_own_copy(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
     """Return a function that copies a rank's own data to its output."""
     own = [move for move in moves if move.peer == rank and move.count]
 
@@ -238,7 +238,7 @@ def _move_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     ]
     if same:
         outgoing = outgoing[:1]
-    copy_own = make_own_copy(moves_by_rank[rank], rank)
+    copy_own = _make_own_copy(moves_by_rank[rank], rank)
 
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
