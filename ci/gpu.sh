@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What only a machine with NVIDIA GPUs can show: ci/gpu.sh
 # Some parts of it:                              ci/gpu.sh PART... [RANKS...] [FILE.json]
-# PART is install, doctor, tests, bench or tune. RANKS are numbers of ranks for tests (1: one process), bench and tune;
-# FILE.json is what bench writes (gpu-bench.json). The table that tune makes is only looked at.
+# PART is install, doctor, tests, bench, training or tune. RANKS are numbers of ranks for the last four (1: tests of one
+# process); FILE.json is what bench writes (gpu-bench.json). The table that tune makes is only looked at.
 #
-# Once the environment is made, each of these ends within 9 minutes: install; doctor; tests N, bench N, and tune N for
-# one N. The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...): PYTHON names it
-# (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
+# Once the environment is made, each of these ends within 9 minutes: install; doctor; tests N, bench N, training N, and
+# tune N for one N. The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...):
+# PYTHON names it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
 # there is one, and then only from there; else from the index. A machine with Python 3.12, torch 2.11 and cupy 14 lacks
 # these; pip matches the name of a platform exactly, so they are all named:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --dest wheels \
@@ -18,11 +18,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [install|doctor|tests|bench|tune]... [RANKS...] [FILE.json]"
+usage="usage: $0 [install|doctor|tests|bench|training|tune]... [RANKS...] [FILE.json]"
 parts=() file=gpu-bench.json ranks=
 for word in "$@"; do
     case $word in
-        install | doctor | tests | bench | tune) parts+=("$word") ;;
+        install | doctor | tests | bench | training | tune) parts+=("$word") ;;
         *.json) file=$word ;;
         *) [[ $word =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; }; ranks+=" $word" ;;
     esac
@@ -162,6 +162,11 @@ if wanted bench; then
         bench others "$np" 60 bcast allgather reduce_scatter alltoall --sizes 4k,1m,64m --seconds 0.4
     done
     check json 20 python ci/gpu.py join "$file" "$results"/*.json
+fi
+if wanted training; then
+    for np in ${ranks:-2 4}; do
+        check "training-$np" 240 mpirun -np "$np" python ci/gpu_training.py
+    done
 fi
 if wanted tune; then
     for np in ${ranks:-2 4}; do
