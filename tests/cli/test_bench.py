@@ -19,8 +19,19 @@ from support.scripts import run_scripts
 import mpicoll
 from mpicoll import schedules
 from mpicoll.cli import main
-from mpicoll.cli.bench import job, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, ArrayKind, Case, Workload, bus_factor, wide
+from mpicoll.cli.bench import job, messages, peers, report
+from mpicoll.cli.bench.cases import (
+    COLLECTIVES,
+    DTYPES,
+    MESSAGES,
+    OPS,
+    REDUCTIONS,
+    ArrayKind,
+    Case,
+    Workload,
+    bus_factor,
+    wide,
+)
 from mpicoll.cli.bench.measure import Point, Result, Wrong, prepare_verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.engine.selection.catalogue import algorithms_of
@@ -133,6 +144,29 @@ def test_a_changed_input_is_found() -> None:
         assert "its input has changed: 1 of 150 elements are wrong; element 7 is" in str(
             case.workload.check_operand(rank, case.x)
         )
+
+
+@pytest.mark.parametrize(("name", "factor"), [("send", 2), ("isend", 2), ("sendrecv", 1)])
+def test_messages_between_pairs_of_ranks(name: str, factor: int) -> None:
+    workload = Workload(name, 4000, "float32", "sum", RANKS)
+
+    def rank() -> tuple[Case, Any]:
+        comm = mpicoll.world()
+        case = Case(workload, comm.rank, "numpy")
+        (contestant,) = messages.Messages(comm, (name,), (), "numpy").contestants
+        ready = contestant.prepare(case)
+        ready.call()
+        return case, ready.result
+
+    assert [workload.find_partner(one) for one in range(RANKS)] == [1, 0, None]
+    found = mpicoll.run_local(rank, RANKS)
+    for one, (case, result) in enumerate(found):
+        assert (result is None) == (one == 2)
+        assert case.out is result
+        assert result is None or workload.check(one, result) is None
+        assert workload.check_operand(one, case.x) is None
+    assert workload.check(0, found[0][0].x) is not None  # what it has sent itself
+    assert workload.busbw(2e-6) == factor * 2e9
 
 
 def test_no_number_is_wrong() -> None:
@@ -304,6 +338,9 @@ def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
         ("--sizes 64k-4k", "'64k-4k' is an empty range"),
         ("--compute sleep", "bench sweep: --compute is for overlap only"),
         ("overlap --plot x.png", "bench overlap: --plot is for sweep only"),
+        ("send allreduce", "no message 'allreduce'; there are send, isend"),
+        ("send --against copy", "no peer of messages 'copy'; there are mpi4py, gloo"),
+        ("send --plan", "bench messages: --plan is for sweep only"),
         ("overlap barrier", "a barrier has nothing to hide"),
         ("overlap scan --like torch", "torch.distributed has no scan"),
         ("--json no/such/place.json", "--json no/such/place.json: there is no directory"),
@@ -370,6 +407,7 @@ OF_TWO = {
     "overlap of numpy": "overlap allreduce allgather --sizes 64k --compute sleep --like numpy",
     "overlap of torch": "overlap allreduce allgather --sizes 64k --compute sleep --like torch",
     "overhead": "overhead scatter barrier --sizes 8",
+    "messages": f"{' '.join(MESSAGES)} --sizes 4k --blocks 2",
     "written inputs": "alltoall barrier --sizes 4k --against mpi4py --rewrite --blocks 2",
     "all algorithms": "reduce --sizes 8 --against none --algorithms all --blocks 2",
 }
@@ -430,6 +468,22 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     }
     for collective in COLLECTIVES:
         assert f"{collective}, 2 ranks, float32 sum numpy" in text
+
+
+@waits_for_all
+@pytest.mark.slow
+def test_messages_of_two_ranks(of_two: OfTwo) -> None:
+    points = of_two.found["messages"]["points"]
+    assert [point["collective"] for point in points] == list(MESSAGES)
+    for point in points:
+        assert list(point["contestants"]) == ["mpicoll", "mpi4py", "gloo"]
+        for name, one in point["contestants"].items():
+            if (point["collective"], name) == ("sendrecv", "gloo"):
+                assert one["note"] == "it has no sendrecv"
+            else:
+                check_timed(one)
+        assert not point["contestants"]["mpicoll"].get("takes")
+    assert "torch_send, 2 ranks, float32 torch: median time" in of_two.printed["messages"]
 
 
 @waits_for_all

@@ -20,6 +20,7 @@ Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
 
   mpicoll bench                     allreduce from 8 B to 64 MiB, beside mpi4py
   mpicoll bench bcast alltoall      other collectives; all: all of them
+  mpicoll bench send sendrecv       messages: also isend, torch_send, torch_isend, dropin_send, batch and pipeline
   mpicoll bench overlap             how much of a collective is hidden behind computation
   mpicoll bench overhead            what each form of a call costs, and which are the slowest
   mpicoll bench --device cuda       on device memory, from 4 B to 256 MiB, beside gloo
@@ -33,6 +34,9 @@ Calls are repeated on one input. Ranks that read it in memory of another rank, a
 keep it in their caches, which they can't in a program that computes a new input for each call. With --rewrite each
 rank writes its input before each call, for all contestants; the times include that, and "write" is that alone.
 
+A call of a message is a round trip between two ranks, in which the second one answers; sendrecv and batch
+(batch_isend_irecv) exchange at once. dropin_send is send of mpicoll.torch, pipeline that of mpicoll.parallel.PipeP2P.
+
 busbw is as nccl-tests define it. "copy" is one copy of the buffer on every rank at once. gloo and nccl are timed apart
 from the others, at each size. The exit status is 1 if mpicoll gave a wrong result.
 
@@ -42,15 +46,15 @@ there. Ranks of which several share a device all read and write its memory: copy
 
 _ONLY = {
     "compute": ("overlap",),
-    "against": ("sweep",),
+    "against": ("sweep", "messages"),
     "algorithms": ("sweep",),
     "plan": ("sweep",),
     "registered": ("sweep",),
     "rewrite": ("sweep",),
     "plot": ("sweep",),
     "draw": ("sweep",),
-    "blocks": ("sweep", "overhead"),
-    "like": ("sweep", "overlap"),
+    "blocks": ("sweep", "messages", "overhead"),
+    "like": ("sweep", "messages", "overlap"),
     "device": ("sweep",),
     "array": ("sweep",),
 }
@@ -70,7 +74,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--sizes", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k,1m")
     parser.add_argument("--factor", type=_at_least_2, default=2, metavar="N", help="from size to size in a range (2)")
     parser.add_argument(
-        "--against", metavar="PEERS", help="of mpi4py, gloo, nccl, copy; none; (mpi4py, on a device gloo,nccl,copy)"
+        "--against",
+        metavar="PEERS",
+        help="of mpi4py, gloo, nccl, copy; none; (mpi4py; of messages also gloo, on a device gloo,nccl,copy)",
     )
     parser.add_argument(
         "--algorithms", metavar="NAMES", help="candidates beside mpicoll's own choice; all: all of them"
@@ -124,17 +130,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fill_defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments with their defaults, and with `kind`: sweep, overlap or overhead."""
+    """Return the arguments with their defaults, and with `kind`: sweep, messages, overlap or overhead."""
+    from mpicoll.cli.bench.cases import MESSAGES
     from mpicoll.errors import ArgumentError
 
     given = vars(args).copy()
     what = given.pop("what")
     kind = what[0] if what and what[0] in ("overlap", "overhead") else "sweep"
     given["collectives"] = what[1:] if kind != "sweep" else what
+    if what and what[0] in MESSAGES:
+        kind = "messages"
     for option, kinds in _ONLY.items():
         if given[option] is not None and kind not in kinds:
             raise ArgumentError(f"bench {kind}: --{option} is for {' and '.join(kinds)} only; leave it out")
-    sizes = {"sweep": "8-64m", "overlap": "64k,1m,16m", "overhead": "8,1k,64k"}[kind]
+    sizes = {"sweep": "8-64m", "messages": "8,64k,16m", "overlap": "64k,1m,16m", "overhead": "8,1k,64k"}[kind]
     if given["device"] == "cuda":
         sizes = "4,64,1k,4k,16k,64k,256k,1m,4m,16m,64m,256m"
     try:

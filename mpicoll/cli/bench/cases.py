@@ -43,6 +43,13 @@ COLLECTIVES = (
     "barrier",
 )
 
+MESSAGES = ("send", "isend", "sendrecv", "torch_send", "torch_isend", "dropin_send", "batch", "pipeline")
+"""Messages between two ranks, by the names of MPI and torch: ``dropin_send`` is send of :mod:`mpicoll.torch`, ``batch``
+is batch_isend_irecv, ``pipeline`` is send of :class:`mpicoll.parallel.p2p.PipeP2P`."""
+
+AT_ONCE = ("sendrecv", "batch")
+"""Messages in both directions at once. All others go forth and back."""
+
 DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -89,6 +96,10 @@ class Workload:
         """Bytes as the library counts them: of the vector, or of all blocks of one buffer."""
         return self.rows * self.itemsize * (self.ranks if self.collective in _OF_BLOCKS else 1)
 
+    def find_partner(self, rank: int) -> int | None:
+        """Return the rank with which `rank` exchanges messages; None for the last one of an odd number."""
+        return rank ^ 1 if rank ^ 1 < self.ranks else None
+
     @property
     def in_place(self) -> bool:
         """True if input and output are one array, as with the peers."""
@@ -102,6 +113,8 @@ class Workload:
     def result_size(self, rank: int) -> int:
         """Return the number of elements that `rank` receives; 0 if it receives nothing."""
         if self.collective in ("reduce", "gather") and rank != 0:
+            return 0
+        if self.collective in MESSAGES and self.find_partner(rank) is None:
             return 0
         return self.rows * (self.ranks if self.collective in ("allgather", "gather", "alltoall") else 1)
 
@@ -143,6 +156,10 @@ class Workload:
             if self.result_size(rank):
                 values, slack = self._reduce_patterns(rank)
                 yield 0, rows, rank * rows if self.collective == "reduce_scatter" else 0, values, slack
+        elif self.collective in MESSAGES:
+            partner = self.find_partner(rank)
+            if partner is not None:
+                yield 0, rows, 0, self.pattern(partner), np.zeros(1)
         elif self.collective in ("bcast", "scatter"):
             yield 0, rows, rank * rows if self.collective == "scatter" else 0, self.pattern(0), np.zeros(1)
         elif self.result_size(rank):
@@ -214,6 +231,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     """Return the factor by which nccl-tests multiply bytes per second, for comparison with the speed of a link."""
     if collective == "allreduce":
         return 2 * (ranks - 1) / ranks
+    if collective in MESSAGES:
+        return 1.0 if collective in AT_ONCE else 2.0
     return (ranks - 1) / ranks if collective in _OF_BLOCKS else 1.0
 
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import mpicoll
 from mpicoll.cli import formatting
-from mpicoll.cli.bench import device_arrays, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, ArrayKind, Workload
+from mpicoll.cli.bench import device_arrays, messages, peers, report
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, MESSAGES, OPS, REDUCTIONS, ArrayKind, Workload
 from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
@@ -69,22 +69,26 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     is requested whose library is not installed.
     """
     kind = given["kind"]
-    defaults = {"sweep": ("allreduce",), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
+    defaults = {"sweep": ("allreduce",), "messages": (), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
     collectives = COLLECTIVES if given["collectives"] == ["all"] else tuple(given["collectives"]) or defaults
-    _check_known("collective", collectives, COLLECTIVES)
+    if kind == "messages":
+        _check_known("message", collectives, MESSAGES)
+    else:
+        _check_known("collective", collectives, COLLECTIVES)
     _check_known("dtype", [given["dtype"]], DTYPES)
     _check_known("op", [given["op"]], OPS)
     array = device_arrays.select_library("bench", given["device"], given["array"], (given["dtype"],))
     for option in ("like", "registered", "rewrite") if array is not None else ():
         if given[option] is not None:
             raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
-    against = _parse_peers(given["against"], array)
+    against = _parse_peers(given["against"], array) if kind != "messages" else _parse_message_peers(given["against"])
     for collective in set(collectives) & set(REDUCTIONS):
         dtype = "float16" if given["dtype"] == "bfloat16" else given["dtype"]
         mpicoll.explain(collective, 8, op=given["op"], dtype=dtype)
     if kind == "overlap":
         _can_overlap(collectives, given["like"])
     with_torch = {"gloo", "nccl"} & set(against) or "torch" in (given["like"], array) or kind == "overhead"
+    with_torch = with_torch or bool(set(messages.OF_TORCH) & set(collectives))
     if with_torch and find_spec("torch") is None:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
     if given["json"] not in (None, "-"):
@@ -134,6 +138,13 @@ def _parse_peers(text: str | None, array: device_arrays.LibraryName | None) -> t
     return against
 
 
+def _parse_message_peers(text: str | None) -> tuple[str, ...]:
+    default = messages.PEERS if find_spec("torch") is not None else messages.PEERS[:1]
+    against = default if text is None else () if text == "none" else tuple(text.split(","))
+    _check_known("peer of messages", against, messages.PEERS)
+    return against
+
+
 def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
@@ -170,7 +181,7 @@ def main(rank: int, asked: Settings) -> int:
     team = Team(comm)
     try:
         device_arrays.give(team, asked.array)
-        {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
+        {"sweep": _sweep, "messages": _messages, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
         status = 0
     except (Wrong, SetupError) as error:
         team.report_error(error)
@@ -201,6 +212,15 @@ def _sweep(team: Team, asked: Settings) -> None:
     if team.rank == 0 and asked.plot is not None:
         title = f"{team.size} ranks, {_label(asked)}"
         report.plot(asked.plot, points, against=asked.draw, title=title)
+
+
+def _messages(team: Team, asked: Settings) -> None:
+    if team.size < 2:
+        raise SetupError("bench: messages need 2 ranks, and there is one; start more (-np 2)")
+    entered = messages.Messages(team.comm, asked.collectives, asked.against, asked.like)
+    points = _measure_points(team, asked, entered.contestants)
+    entered.close()
+    _report(team, asked, points, asked.against[0] if asked.against else None)
 
 
 def _peer(name: str, comm: Communicator, like: ArrayKind) -> Contestant:
@@ -321,7 +341,7 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
     collectives = dict.fromkeys(point.workload.collective for point in points)
     for collective in collectives if asked.json != "-" else ():
         chosen = [point for point in points if point.workload.collective == collective]
-        bound = "copy" if asked.array is not None else None
+        bound = "gloo" if collective in MESSAGES else "copy" if asked.array is not None else None
         console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked, collective)))
     _write(team, asked, {"points": report.as_json(points)})
 
@@ -340,6 +360,10 @@ def _public(asked: Settings) -> dict[str, Any]:
 
 def _label(asked: Settings, collective: str | None = None) -> str:
     words = [asked.dtype, asked.op, _kind(asked).removeprefix("registered ")]
+    if collective in MESSAGES:
+        words.remove(asked.op)
+        if collective in messages.OF_TORCH:
+            words[-1] = "torch"
     words += [
         word
         for word, wanted in (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench.cases import ArrayKind, Case, Workload
+from mpicoll.cli.bench.cases import COLLECTIVES, ArrayKind, Case, Workload
 from mpicoll.cli.bench.peers import Contestant, Ready, TimedCall, Unavailable
 from mpicoll.cli.bench.team import Team
 from mpicoll.errors import AlgorithmError, MpicollError
@@ -168,9 +168,9 @@ def _first_run(contestant: Contestant, ready: Ready) -> Any:
 
 def _find_algorithm(contestant: Contestant, case: Case) -> str:
     """Return the algorithm that mpicoll chooses by itself."""
-    if contestant.name != "mpicoll":
-        return ""
     workload = case.workload
+    if contestant.name != "mpicoll" or workload.collective not in COLLECTIVES:
+        return ""
     # numpy may lack bfloat16; both half-precision dtypes have the same choices.
     dtype = "float16" if workload.dtype == "bfloat16" else workload.dtype
     like = None if case.on_device is None else case.x

@@ -213,7 +213,7 @@ def of_torch(
     beside = kind == "cuda torch"
     if beside:
         place = torch.device("cuda", torch.cuda.current_device())
-    group = _group(dist, backend)
+    group = create_group(dist, backend)
     functions: Any = dist
     if dropin:
         from mpicoll import torch as functions
@@ -283,7 +283,8 @@ def _device(torch: Any, comm: Communicator) -> str:
     return f"cuda:{comm.local_rank}"
 
 
-def _group(dist: Any, backend: str) -> Any:
+def create_group(dist: Any, backend: str) -> Any:
+    """Return a new process group of all ranks. Collective."""
     if dist.is_initialized():
         return dist.new_group(backend=backend)
     from mpicoll.torch import rendezvous_handler
