@@ -1,7 +1,7 @@
 """Drop-in replacement for torch.distributed, with mpicoll as its backend.
 
 ``import mpicoll.torch as dist`` has every name of torch.distributed. ``dist.init_process_group()`` selects mpicoll, and
-under ``mpirun`` needs no arguments. The common collectives bypass c10d for CPU tensors;
+under ``mpirun`` needs no arguments. The common collectives, send and recv bypass c10d for CPU tensors;
 :mod:`mpicoll.torch.autograd` has differentiable collectives. ``torch.distributed.init_process_group("mpicoll")``, or
 ``"mpi"``, works as well, without importing this module.
 
@@ -33,9 +33,11 @@ from mpicoll.torch.dropin import (  # noqa: E402
     all_to_all_single,
     barrier,
     broadcast,
+    recv,
     reduce,
     reduce_scatter_single,
     reduce_scatter_tensor,
+    send,
 )
 from mpicoll.torch.groups import communicator  # noqa: E402
 from mpicoll.torch.resilience import resilient  # noqa: E402
@@ -70,10 +72,12 @@ __all__ = [
     "communicator",
     "compression_hook",
     "init_process_group",
+    "recv",
     "reduce",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "resilient",
+    "send",
     "share_buckets",
 ]
 

@@ -1,4 +1,4 @@
-"""Common collectives that bypass c10d if that changes nothing but their run time.
+"""Common collectives and messages that bypass c10d if that changes nothing but their run time.
 
 Each has the signature and the meaning of the function of the same name in torch.distributed. A blocking call on a plain
 CPU tensor and a process group of mpicoll bypasses c10d; all other calls are passed to torch.distributed.
@@ -173,6 +173,41 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, t
             return None
     # It accepts a timeout since torch 2.13.
     return dist.barrier(group, async_op, device_ids, **({} if timeout is None else {"timeout": timeout}))
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send as :func:`torch.distributed.send` does.
+
+    Example:
+        >>> if dist.get_world_size() > 1 and dist.get_rank() == 0:
+        ...     dist.send(torch.ones(2), dst=1)
+        >>> if dist.get_rank() == 1:
+        ...     source = dist.recv(torch.empty(2), src=0)
+    """
+    fast_path = _find_fast_path(group)
+    if fast_path is not None and fast_path.send(tensor, _find_root(group, dst, group_dst), tag):
+        return
+    dist.send(tensor, dst, group, tag, group_dst)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive as :func:`torch.distributed.recv` does, and return the rank of the sender; see :func:`send`."""
+    fast_path = _find_fast_path(group)
+    if fast_path is not None and src is not None and fast_path.recv(tensor, _find_root(group, src, group_src), tag):
+        return src
+    return dist.recv(tensor, src, group, tag, group_src)
 
 
 # Renamed in torch 2.13, which warns about the old names.

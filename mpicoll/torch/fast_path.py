@@ -1,4 +1,4 @@
-"""Fast path for blocking collectives on plain CPU tensors, which calls MPI or the shared-memory algorithms directly.
+"""Fast path for blocking calls on plain CPU tensors, which calls MPI or the shared-memory algorithms directly.
 
 The general path checks and prepares each call. The fast path prepares once for each kind of call, and caches that.
 """
@@ -14,10 +14,11 @@ import torch
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
+from mpicoll.collectives import p2p
 from mpicoll.collectives.arguments import make_query
 from mpicoll.collectives.call import MISSING
 from mpicoll.engine.core.arrays import CollectiveArrays
-from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.native import bind_native
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
@@ -61,14 +62,16 @@ _SUM_HASH = hash(_SUM)
 
 
 class FastPath:
-    """Fast-path collectives of one communicator.
+    """Fast-path collectives and messages of one communicator.
 
-    Each method returns True if it has run the collective. If it returns False, it has sent nothing, and the general
+    Each method returns True if it has run the call. If it returns False, it has sent nothing, and the general
     path must run the call. The decision depends only on properties that are equal on all ranks, except where both paths
     exchange the same messages.
     """
 
-    def __init__(self, comm: CommunicatorCore) -> None:
+    def __init__(self, communicator: Communicator) -> None:
+        comm = core_of(communicator)
+        self._communicator = communicator
         self._comm = comm
         self._queue = comm.queue
         self._run = comm.queue.run
@@ -76,6 +79,39 @@ class FastPath:
         self._native = comm.transport.native
         # Shared with the cache of native calls, which is cleared when the choice of algorithms may change.
         self._cache = comm.call_cache
+
+    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> bool:
+        """Send `tensor`; see :meth:`mpicoll.torch.group_operations.GroupOperations.send`."""
+        if self._repeat(MISSING, tensor, None, "send", dest, tag) is not MISSING:
+            return True
+        if not self._can_pass(tensor, dest, tag):
+            return False
+        p2p.send(tensor, dest, tag, comm=self._communicator)
+        return True
+
+    def recv(self, tensor: torch.Tensor, source: int | None, tag: int) -> bool:
+        """Receive into `tensor`; see :meth:`mpicoll.torch.group_operations.GroupOperations.recv`."""
+        if source is None:  # c10d finds the rank of the sender
+            return False
+        if self._repeat(MISSING, None, tensor, "recv", source, tag, None) is not MISSING:
+            return True
+        if not self._can_pass(tensor, source, tag):
+            return False
+        p2p.recv(None, source, tag, out=tensor, comm=self._communicator)
+        return True
+
+    def _can_pass(self, tensor: torch.Tensor, peer: Any, tag: Any) -> bool:
+        """Return True if c10d would send or receive the bytes of `tensor` itself, and raise no error of its own."""
+        return (
+            peer.__class__ is int
+            and tag.__class__ is int
+            and 0 <= peer < self._comm.size
+            and peer != self._comm.rank
+            and tag >= 0
+            and _is_plain(tensor)
+            and not tensor.is_complex()  # c10d sends its real view
+            and not tensor.requires_grad
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
         """Reduce `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""

@@ -70,7 +70,7 @@ class GroupOperations:
     def set_communicator(self, comm: Communicator, name: str, timeout: timedelta) -> None:
         """Run the operations on `comm`. `name` is that of the group, and is the same on all ranks."""
         self.comm = comm
-        self._fast_path: FastPath | None = FastPath(core_of(comm))
+        self._fast_path: FastPath | None = FastPath(comm)
         self._messages: FastMessages | None = FastMessages(core_of(comm))
         comm.timeout = to_seconds(timeout)
         self._coalesced: list[Work] | None = None

@@ -37,9 +37,11 @@ OWN = (
     "barrier",
     "broadcast",
     "init_process_group",
+    "recv",
     "reduce",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "send",
 )
 """What is not torch's own function, but means the same."""
 
@@ -97,8 +99,10 @@ def test_public_names_are_there() -> None:
 
 @pytest.mark.parametrize("name", [name for name in OWN if name != "init_process_group"])
 def test_without_a_group_torch_raises_its_error(name: str) -> None:
-    tensors = [torch.ones(1)] * (1 if name in ("all_reduce", "broadcast", "reduce") else 0 if name == "barrier" else 2)
-    root = {"broadcast": {"src": 0}, "reduce": {"dst": 0}}.get(name, {})
+    tensors = [torch.ones(1)] * (
+        1 if name in ("all_reduce", "broadcast", "recv", "reduce", "send") else 0 if name == "barrier" else 2
+    )
+    root = {"broadcast": {"src": 0}, "recv": {"src": 0}, "reduce": {"dst": 0}, "send": {"dst": 0}}.get(name, {})
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         getattr(dropin, name)(*tensors, **root)
 

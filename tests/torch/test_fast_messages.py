@@ -19,6 +19,7 @@ from support.process_group import BACKEND
 from torch.distributed.distributed_c10d import _get_default_store
 
 import mpicoll
+import mpicoll.torch as dropin
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.diagnostics.flight_recorder import list_history
 from mpicoll.torch import communicator
@@ -124,6 +125,66 @@ def test_blocking_in_a_chain(count: int) -> None:
         if rank < size - 1:
             dist.send(torch.full((count,), float(rank + turn)), rank + 1)
         dist.barrier()
+
+
+@pytest.mark.mpi
+@group_tests
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_drop_in_beside_torch(dtype: str, group: Any) -> None:
+    """In a chain of ranks of which every second one uses the drop-in: the same messages match."""
+    if outside(group):
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for turn in range(2 * TURNS):
+        functions: Any = dropin if (rank + turn) % 2 else dist
+        for shape in ((3,), (2, 3), ()):
+            tensor = torch.full(shape, -1.0, dtype=getattr(torch, dtype))
+            if rank > 0:
+                source = rank - 1 if group is None else dist.get_global_rank(group, rank - 1)
+                named = {"group_src": rank - 1} if turn % 4 == 3 else {"src": source}
+                assert functions.recv(tensor, group=group, **named) == source
+                assert torch.equal(tensor, torch.full(shape, rank - 1 + turn).to(tensor.dtype))
+            if rank < size - 1:
+                tensor = torch.full(shape, rank + turn).to(tensor.dtype)
+                functions.send(tensor if shape != (2, 3) else tensor.T.contiguous().T, group=group, group_dst=rank + 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.extension
+@group_tests
+def test_drop_in_is_carried_out_by_the_extension() -> None:
+    from mpicoll._shm import list_records
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(TURNS):
+        tensor = torch.zeros(23)
+        if rank > 0:
+            assert dropin.recv(tensor, rank - 1, tag=2) == rank - 1
+        if rank < size - 1:
+            dropin.send(tensor, rank + 1, tag=2)
+    calls = [one[0][2] for one in list_records(True)]
+    counts = {name: sum(call.name == name and call.nbytes == 92 for call in calls) for name in ("send", "recv")}
+    assert (counts["send"] >= TURNS - 2) == (rank < size - 1), counts
+    assert (counts["recv"] >= TURNS - 2) == (rank > 0), counts
+
+
+@pytest.mark.mpi
+@group_tests
+def test_arguments_of_the_drop_in_that_c10d_rejects() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.ones(2)
+    for functions in (dist, dropin):
+        with pytest.raises(ValueError, match="should not be the same as the rank of the current process"):
+            functions.send(tensor, rank)
+        with pytest.raises(ValueError, match="both"):
+            functions.recv(tensor, 0, group_src=0)
+        with pytest.raises(mpicoll.RankError, match=r"dest must be a rank in \[0"):
+            functions.send(tensor, group_dst=size)
+        if size > 1:
+            with pytest.raises(mpicoll.RankError, match="tag must be"):
+                functions.send(tensor, (rank + 1) % size, tag=-1)
+        with pytest.raises(TypeError, match=r"type torch\.Tensor"):
+            functions.send([1], size)
 
 
 @pytest.mark.mpi
