@@ -48,7 +48,7 @@ TORCH = """
 import doctest, sys, torch
 import mpicoll.torch as dist
 dist.init_process_group()
-names = "all_reduce broadcast all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier"
+names = "all_reduce broadcast all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier send"
 for name in names.split():
     (test,) = doctest.DocTestFinder(recurse=False).find(getattr(dist, name), name, globs={"torch": torch, "dist": dist})
     assert test.examples, name
