@@ -1,7 +1,7 @@
 # Collectives of the ranks of one node, in C.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from typing_extensions import Buffer
@@ -110,6 +110,32 @@ class MessageCall:
         wrap: Callable[[PendingMessage], Any] | None,
         /,
     ) -> None: ...
+
+class LineEnd:
+    def __init__(
+        self,
+        comm: int,
+        any_tag: int,
+        peer: int,
+        like: Any,
+        nbytes: int,
+        sync_tags: tuple[int, ...],
+        plain_tags: tuple[int, ...],
+        acknowledgement_tag: int,
+        sent: Mapping[tuple[int, int | None], Iterator[int]],
+        received: Mapping[tuple[int, int | None], Iterator[int]],
+        make_error: Callable[[int], Exception],
+        adopt: Callable[[int, Any, tuple[int, int] | None], Any],
+        /,
+    ) -> None: ...
+    @property
+    def adopt(self) -> Callable[[int, Any, tuple[int, int] | None], Any]: ...
+
+Passage: TypeAlias = tuple[int | None, bool, int, int | None, int | None]
+
+def pass_values(
+    out: LineEnd | None, x: Any, out_number: int, in_: LineEnd | None, into: Any, in_number: int, /
+) -> Passage | Literal[True] | None: ...
 
 class PendingMessage:
     @property

@@ -153,18 +153,18 @@ static void raise_failure(const MessageCall *one, int record, const Exchange *ru
     Py_XDECREF(entry);
 }
 
-int count_message(PyObject *counter)
+int advance_counter(PyObject *counter)
 {
     PyObject *number = counter == NULL ? NULL : PyIter_Next(counter);
     Py_XDECREF(number);
     return number == NULL ? -1 : 0;
 }
 
-int count_received(const MessageCall *one, int source, int tag)
+int count_message(PyObject *counters, int peer, int tag)
 {
-    PyObject *key = Py_BuildValue("(ii)", source, tag);
-    PyObject *counter = key == NULL ? NULL : PyObject_GetItem(one->received, key);
-    int status = count_message(counter);
+    PyObject *key = Py_BuildValue("(ii)", peer, tag);
+    PyObject *counter = key == NULL ? NULL : PyObject_GetItem(counters, key);
+    int status = advance_counter(counter);
     Py_XDECREF(key);
     Py_XDECREF(counter);
     return status;
@@ -172,7 +172,7 @@ int count_received(const MessageCall *one, int source, int tag)
 
 int carry_out_messages(const MessageCall *one, PyObject *group, PyObject *call, PyObject *x, const Operands *operands)
 {
-    if (one->sends && count_message(one->sent) < 0)
+    if (one->sends && advance_counter(one->sent) < 0)
         return -1;
     References own = {.group = Py_NewRef(group), .call = Py_NewRef(call), .thread = PyThread_get_thread_ident()}, old;
     const int record = begin_record(read_clock(), 0, &one->summary, &own, &old);
@@ -193,7 +193,7 @@ int carry_out_messages(const MessageCall *one, PyObject *group, PyObject *call, 
         hide_wait(one, &shown);
     }
     const bool arrived = one->receives && running.error == 0 && !running.lacks_memory;
-    int status = arrived ? count_received(one, running.source, running.tag) : 0;
+    int status = arrived ? count_message(one->received, running.source, running.tag) : 0;
     if (running.whole != NULL && !running.receiving)
         free(running.whole);
     if (running.sending) /* MPI may still read it */

@@ -47,10 +47,10 @@ void show_wait(const MessageCall *one, int record, ShownWait *shown);
 void hide_wait(const MessageCall *one, ShownWait *shown);
 
 /* Count a message by next(counter). Returns -1 with an exception. */
-int count_message(PyObject *counter);
+int advance_counter(PyObject *counter);
 
-/* Count a message that has arrived. Returns -1 with an exception. */
-int count_received(const MessageCall *one, int source, int tag);
+/* Count a message by the counter of its peer and tag. Returns -1 with an exception. */
+int count_message(PyObject *counters, int peer, int tag);
 
 extern PyType_Spec message_call_spec;
 

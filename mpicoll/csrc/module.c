@@ -10,6 +10,7 @@
 #include "compression.h"
 #include "functions.h"
 #include "kernels.h"
+#include "line_messages.h"
 #include "messages.h"
 #include "mpi_library.h"
 #include "native_calls.h"
@@ -57,6 +58,7 @@ static PyMethodDef functions[] = {
     {"set_progress", set_progress, METH_O, set_progress_doc},
     {"stop_progress", stop_progress, METH_NOARGS,
      "stop_progress()\n--\n\nHave `await_unattended_message` return False at once, now and later."},
+    {"pass_values", (PyCFunction)(void (*)(void))pass_values, METH_FASTCALL, pass_values_doc},
     {"limit_sigterm", (PyCFunction)(void (*)(void))limit_sigterm, METH_FASTCALL,
      "limit_sigterm(seconds, stack, output, text)\n--\n\nEnd this process by SIGTERM if Python does not cancel that"
      " within `seconds` of a SIGTERM, after `text`, and what can be read from the descriptor `stack`, were written to"
@@ -67,7 +69,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 10 };
+enum { INTERFACE = 11 };
 
 static int fill_module(PyObject *module)
 {
@@ -76,12 +78,14 @@ static int fill_module(PyObject *module)
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
-        &pending_message_spec};
+        &pending_message_spec, &line_end_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
         if (status == 0 && specs[i] == &pending_message_spec)
             set_pending_message_type((PyTypeObject *)type);
+        if (status == 0 && specs[i] == &line_end_spec)
+            set_line_end_type((PyTypeObject *)type);
         Py_XDECREF(type);
         if (status < 0)
             return -1;

@@ -26,6 +26,7 @@ typedef struct {
     int (*isend)(const void *data, int count, HandleValue datatype, int dest, int tag, HandleValue comm,
                  Handle *request);
     int (*irecv)(void *data, int count, HandleValue datatype, int source, int tag, HandleValue comm, Handle *request);
+    int (*iprobe)(int source, int tag, HandleValue comm, int *flag, Status *status);
     int (*improbe)(int source, int tag, HandleValue comm, int *flag, Handle *message, Status *status);
     int (*mprobe)(int source, int tag, HandleValue comm, Handle *message, Status *status);
     int (*imrecv)(void *data, int count, HandleValue datatype, Handle *message, Handle *request);

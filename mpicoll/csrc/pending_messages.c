@@ -217,7 +217,7 @@ static void settle(PendingMessage *one)
         one->nbytes = error == 0 ? nbytes : -1;
         if (one->state == DONE && one->nbytes != one->size)
             one->state = FAILED;
-        if (one->code == 0 && count_received(one->carrier, one->source, one->tag) < 0)
+        if (one->code == 0 && count_message(one->carrier->received, one->source, one->tag) < 0)
             PyErr_WriteUnraisable((PyObject *)one); /* memory is missing; the message has arrived */
     }
     unlist_message(one);
@@ -253,7 +253,7 @@ PyObject *make_pending_message(
     one->source = one->tag = -1;
     one->nbytes = -1;
     one->size = (long long)(one->sends ? operands->source_bytes : operands->target_bytes);
-    if (one->sends && count_message(carrier->sent) < 0) {
+    if (one->sends && advance_counter(carrier->sent) < 0) {
         Py_DECREF((PyObject *)one);
         return NULL;
     }

@@ -12,7 +12,7 @@ from mpicoll.errors import TruncationError
 from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
-    from mpicoll._shm import MessageCall, PendingMessage
+    from mpicoll._shm import LineEnd, MessageCall, PendingMessage
     from mpicoll.transport.files import FileHandle
     from mpicoll.transport.windows import RemoteMemory
 
@@ -318,6 +318,18 @@ class Transport(Protocol):
 
         A call returns ``wrap(message)``. The other arguments are those of :meth:`bind_messages`.
         """
+
+    def bind_line_end(
+        self,
+        peer: int,
+        like: Any,
+        nbytes: int,
+        sync_tags: tuple[int, ...],
+        plain_tags: tuple[int, ...],
+        acknowledgement_tag: int,
+    ) -> LineEnd | None:
+        """Return what passes values like `like`, of `nbytes`, to or from `peer` in the extension; None if only Python
+        can do that. The tags are those of :class:`mpicoll._shm.LineEnd`."""
 
     def matches_own_message(self, tag: int) -> bool:
         """Return True if a posted receive matches a message of this rank to itself with `tag`."""

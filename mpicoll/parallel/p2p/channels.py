@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mpicoll.parallel.p2p.message_format import (
     MessageLayout,
     MessageTransport,
     PendingMessage,
+    TensorSpec,
     describe_spec,
     pickle_message,
 )
@@ -36,6 +37,9 @@ from mpicoll.parallel.p2p.operations import (
     wrap_error,
 )
 from mpicoll.transport.base import Envelope, Memory
+
+if TYPE_CHECKING:
+    from mpicoll._shm import LineEnd
 
 PLAIN, FORWARD, BACKWARD = range(3)
 """Lines of one channel between two stages. They stay separate even where the next stage is also the previous one."""
@@ -59,6 +63,11 @@ def line_key(operation: str, line: int, channel: int) -> int:
     if not 0 <= number < CHANNELS:
         raise RankError(f"{operation}: channel must be in [0, {CHANNELS}), got {channel!r}")
     return number << 2 | line
+
+
+def _list_tags(key: int, kind: int) -> tuple[int, ...]:
+    """Return the tags of messages of a line, by sequence number."""
+    return tuple(key << 5 | number << 3 | kind for number in range(4))
 
 
 class ChannelMux:
@@ -85,6 +94,7 @@ class ChannelMux:
             if layout is None or layout.spec != spec:
                 moving.append(self._send(peer, outbox, key, _HEADER, pickle_message(sending.name, spec)))
                 layout = outbox.layout = MessageLayout(spec)
+                outbox.end = self._bind_end(peer, key, layout)
             kind = _DATA_SYNC if sending.sync else _DATA
             for data in layout.pack(payload):
                 moving.append(self._send(peer, outbox, key, kind, data))
@@ -189,9 +199,21 @@ class ChannelMux:
         if inbox.broken is not None:
             self._read(peer, envelope, lambda _: None)
         elif kind == _HEADER:
-            self._read(peer, envelope, lambda data: setattr(inbox, "layout", MessageLayout(pickle.loads(data.data))))
+            self._read(peer, envelope, lambda data: self._on_header(peer, key, data))
         else:
             self._receive_message(peer, inbox, kind, envelope)
+
+    def _on_header(self, peer: Peer, key: int, data: Memory) -> None:
+        inbox = peer.get_inbox(key)
+        inbox.layout = MessageLayout(pickle.loads(data.data))
+        inbox.end = self._bind_end(peer, key, inbox.layout)
+
+    def _bind_end(self, peer: Peer, key: int, layout: MessageLayout) -> LineEnd | None:
+        """Return an end of a line for values of one tensor on the CPU; None for others, and without the extension."""
+        if not isinstance(layout.spec, TensorSpec) or layout.spec.device != "cpu":
+            return None
+        sync_tags, plain_tags = _list_tags(key, _DATA_SYNC), _list_tags(key, _DATA)
+        return self._wire.bind_end(peer.stage, layout.spec, sync_tags, plain_tags, key << 5 | _ACK)
 
     def _read(self, peer: Peer, envelope: Envelope, then: Callable[[Memory], None]) -> None:
         """Receive a message that must be complete before the next one is probed."""

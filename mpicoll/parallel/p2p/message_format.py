@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicatorError, DTypeError, Timeout
 from mpicoll.torch.tensors import check_plain, flatten_input
 from mpicoll.transport.base import Envelope, Memory
+
+if TYPE_CHECKING:
+    from mpicoll._shm import LineEnd
 
 _MAX_SHARED_BYTES = 1 << 14
 """Bytes up to which the tensors of one value share a message: copying them is cheaper than a message each."""
@@ -285,6 +288,15 @@ class MessageTransport(Protocol):
     def iprobe(self, source: int, tag: None) -> Envelope | None:
         """Return the envelope of the first message from `source` that was not received yet, or None."""
 
+    def bind_end(
+        self, peer: int, spec: TensorSpec, sync_tags: tuple[int, ...], plain_tags: tuple[int, ...], acknowledgement: int
+    ) -> LineEnd | None:
+        """Return the end of a line to and from `peer`, for tensors of `spec`; None if only Python can pass them.
+
+        `sync_tags` are the tags of values that are acknowledged by a message of the tag `acknowledgement`, `plain_tags`
+        those of others, by sequence number.
+        """
+
     def check(self, peer: int) -> None:
         """Raise RankFailed if the process of `peer` has exited."""
 
@@ -302,6 +314,10 @@ class SendRecvTransport:
         self.irecv = transport.irecv
         self.iprobe = transport.iprobe
         self._probe = transport.probe
+        self._bind_end = transport.bind_line_end
+
+    def bind_end(self, peer: int, spec: TensorSpec, *tags: Any) -> LineEnd | None:
+        return self._bind_end(peer, spec.empty(), spec.nbytes, *tags)
 
     def check(self, peer: int) -> None:
         with suppress(Timeout):
@@ -366,6 +382,9 @@ class BroadcastTransport:
             return None
         request.wait()
         return Envelope(source, int(head[0]), int(head[1]))
+
+    def bind_end(self, *args: Any) -> None:
+        """Return None: values are broadcast in Python."""
 
     def check(self, peer: int) -> None:
         """Do nothing: a broadcast itself fails if its other rank has exited."""

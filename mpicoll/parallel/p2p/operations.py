@@ -6,7 +6,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from mpicoll.parallel.p2p.message_format import (
 )
 from mpicoll.torch.tensors import flatten_output
 from mpicoll.transport.base import Memory
+
+if TYPE_CHECKING:
+    from mpicoll._shm import LineEnd
 
 _LINE_FORMS = ("", " by a send_forward form", " by a send_backward form")
 """Descriptions of the calls that send on the lines of a channel, by number of the line."""
@@ -215,6 +218,10 @@ class IncomingValue:
             self._tensors[0], self._restore = flatten_output(name, into)
         self._direct = True
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have the value be `tensor`, which was made for it and receives its only message."""
+        self._tensors[0] = tensor
+
     def next_buffer(self, nbytes: int) -> Memory | None:
         """Return the buffer for the next message, of `nbytes`; None if another size is expected."""
         if self.layout is None:
@@ -289,22 +296,26 @@ def _get_current_stream(into: torch.Tensor | None) -> Any:
 
 
 class Outbox:
-    """The sending end of a line on this stage."""
+    """The sending end of a line on this stage. `end` passes values like the previous one in the extension; None if it
+    can't."""
 
-    __slots__ = ("layout", "number", "unacknowledged")
+    __slots__ = ("end", "layout", "number", "unacknowledged")
 
     def __init__(self) -> None:
+        self.end: LineEnd | None = None
         self.layout: MessageLayout | None = None
         self.number = 0
         self.unacknowledged: deque[PendingSend] = deque()
 
 
 class Inbox:
-    """The receiving end of a line on this stage: receives without a value, or values without a receive."""
+    """The receiving end of a line on this stage: receives without a value, or values without a receive. `end` is as in
+    :class:`Outbox`."""
 
-    __slots__ = ("arrived", "arriving", "broken", "layout", "number", "waiting")
+    __slots__ = ("arrived", "arriving", "broken", "end", "layout", "number", "waiting")
 
     def __init__(self) -> None:
+        self.end: LineEnd | None = None
         self.layout: MessageLayout | None = None
         self.number = 0
         self.waiting: deque[PendingRecv] = deque()

@@ -26,6 +26,7 @@ from mpicoll.parallel.p2p.message_format import (
 )
 from mpicoll.parallel.p2p.operations import Peer, PendingRecv, PendingSend
 from mpicoll.parallel.p2p.progress import PipeProgress
+from mpicoll.parallel.p2p.repeated_values import NOT_PASSED, RepeatedValues
 from mpicoll.torch.tensors import check_plain, flatten_output
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class PipeP2P:
         self._progress = PipeProgress(
             self._mux, own.queue, comm.timeout if timeout is None else timeout, background=background
         )
+        self._repeated = RepeatedValues(self._progress, own.queue)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -125,6 +127,10 @@ class PipeP2P:
             channel: a number in [0, 256).
             timeout: the bound in seconds, by default that of this object.
         """
+        if timeout is None:
+            passed = self._repeated.exchange("send", channel, stage, PLAIN, value, None, PLAIN)
+            if passed is not NOT_PASSED:
+                return
         sending = self._start_send("send", value, stage, channel, sync=True)
         self._progress.complete([sending], timeout)
 
@@ -156,6 +162,11 @@ class PipeP2P:
         Returns:
             The value; `tensor` if it is given.
         """
+        if timeout is None and expect is None:
+            into, source = (None, tensor) if stage is None else (tensor, stage)
+            passed = self._repeated.exchange("recv", channel, None, PLAIN, None, source, PLAIN, into)  # type: ignore[arg-type]
+            if passed is not NOT_PASSED:
+                return passed
         receiving = self._start_recv("recv", tensor, stage, channel, expect)
         self._progress.complete([receiving], timeout)
         return receiving.value
@@ -267,6 +278,7 @@ class PipeP2P:
         if self._closed:
             return
         self._closed = True
+        self._repeated.close()
         pending = self._progress.close(timeout)
         peers = self._mux.peers.values()
         self._wire.free()
@@ -325,6 +337,10 @@ class PipeP2P:
         expect: Expected = None,
     ) -> list[Any]:
         """Start all sends and receives, then wait for them. Lines past an end of the pipeline are left out."""
+        if len(sends) < 2 and len(receives) < 2:
+            passed = self._exchange_repeated(name, sends, receives, channel, ring, expect)
+            if passed is not NOT_PASSED:
+                return [passed] * len(receives)
         outgoing: list[tuple[PendingSend, list[torch.Tensor]]] = []
         for line, value in sends:
             stage = self._neighbour_stage(1 if line == FORWARD else -1, ring)
@@ -350,6 +366,27 @@ class PipeP2P:
             self._progress.post_send(sending, tensors)
         self._progress.complete([*there, *(sending for sending, _ in outgoing)], None)
         return [None if one is None else one.value for one in incoming]
+
+    def _exchange_repeated(
+        self,
+        name: str,
+        sends: Sequence[tuple[int, Any]],
+        receives: Sequence[int],
+        channel: int,
+        ring: bool,
+        expect: Expected,
+    ) -> Any:
+        """Exchange one value at most in each direction, as :class:`RepeatedValues` does."""
+        dest = source = value = None
+        out_line = in_line = PLAIN
+        if sends:
+            ((out_line, value),) = sends
+            dest = self._neighbour_stage(1 if out_line == FORWARD else -1, ring)
+        if receives:
+            (in_line,) = receives
+            source = self._neighbour_stage(-1 if in_line == FORWARD else 1, ring)
+        shape, dtype = _expected_tensor(name, expect)
+        return self._repeated.exchange(name, channel, dest, out_line, value, source, in_line, shape=shape, dtype=dtype)
 
     def _neighbour_stage(self, step: int, ring: bool) -> int | None:
         """Return the next or the previous stage; None past an end, unless `ring`."""

@@ -273,6 +273,9 @@ class LocalTransport:
     def bind_started_message(self, *args: Any, **options: Any) -> None:
         """Return None: only Python can start messages."""
 
+    def bind_line_end(self, *args: Any) -> None:
+        """Return None: only Python can pass values."""
+
     def matches_own_message(self, tag: int) -> bool:
         with self.job.changed:
             message = LocalMessage(self.rank, tag, b"", 0.0)

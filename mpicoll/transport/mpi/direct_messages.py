@@ -18,7 +18,7 @@ from mpicoll.extension import find_missing_reason, list_pending_messages, test_p
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mpicoll._shm import Conclude, MessageCall, PendingMessage
+    from mpicoll._shm import Conclude, LineEnd, MessageCall, PendingMessage
     from mpicoll.transport.base import Route, Traffic
 
 _MARKS = 0x12345678, 0x23456789
@@ -54,6 +54,26 @@ def bind_messages(
         tag = MPI.ANY_TAG if received.tag is None else received.tag
         arriving = source, tag, traffic.receives
     return MessageCall(MPI._handleof(comm), leaving, arriving, active, conclude, wrap)
+
+
+def bind_line_end(
+    comm: MPI.Intracomm,
+    traffic: Traffic,
+    values: tuple[int, Any, int, tuple[int, ...], tuple[int, ...], int],
+    make_error: Callable[[int], Exception],
+    adopt: Callable[..., Any],
+) -> LineEnd | None:
+    """Return an end of a line on `comm`; None if that can't be made.
+
+    `values` are the arguments of :meth:`mpicoll.transport.base.Transport.bind_line_end`, the others those of
+    :class:`mpicoll._shm.LineEnd`.
+    """
+    if not find_functions():
+        return None
+    from mpicoll._shm import LineEnd
+
+    handle, counters = MPI._handleof(comm), (traffic.sends, traffic.receives)
+    return LineEnd(handle, MPI.ANY_TAG, *values, *counters, make_error, adopt)
 
 
 def list_started_receives(comm: MPI.Intracomm) -> list[tuple[int | None, int | None]]:

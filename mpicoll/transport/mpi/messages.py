@@ -26,7 +26,7 @@ from mpicoll.transport.mpi.translation import (
 from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
-    from mpicoll._shm import MessageCall, PendingMessage
+    from mpicoll._shm import LineEnd, MessageCall, PendingMessage
 
 R = TypeVar("R")
 
@@ -246,6 +246,27 @@ class MessagePassing:
 
         sent, received = (route, None) if sends else (None, route)
         return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap_started)
+
+    def bind_line_end(
+        self,
+        peer: int,
+        like: Any,
+        nbytes: int,
+        sync_tags: tuple[int, ...],
+        plain_tags: tuple[int, ...],
+        acknowledgement_tag: int,
+    ) -> LineEnd | None:
+        if fault_tolerant() or _post is _reject_post or nbytes > INT_MAX:
+            return None
+        from mpicoll.transport.mpi.direct_messages import bind_line_end
+
+        values = peer, like, nbytes, sync_tags, plain_tags, acknowledgement_tag
+        return bind_line_end(self._p2p, self.traffic, values, self._make_error, self._adopt)
+
+    def _adopt(self, request: int, data: Memory, received: tuple[int, int] | None) -> MpiPending:
+        """Return the transfer of an MPI request, by its handle, that the extension has started."""
+        takes = (None, None, None) if received is None else (self._p2p, *received)
+        return MpiPending(self.rank, self.failures, self.traffic, MPI.Request.fromhandle(request), data, takes)
 
     def _make_transfer_error(self, code: int, message: Envelope, size: int) -> Exception:
         """Return this library's exception for an error code of MPI, of a receive of `message` into `size` bytes."""

@@ -292,6 +292,9 @@ class MessagePassing:
     def bind_started_message(self, *args: Any, **options: Any) -> None:
         """Return None: only Python can start messages."""
 
+    def bind_line_end(self, *args: Any) -> None:
+        """Return None: only Python can pass values."""
+
     def matches_own_message(self, tag: int) -> bool:
         return any(source in (None, self.rank) and wanted in (None, tag) for source, wanted in self._list_posted())
 
