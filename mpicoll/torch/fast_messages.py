@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,27 +60,28 @@ class MessageWork(Work):
         return None if self._message.sends else lambda: self._message.source
 
 
-def _make_work(queue: OperationQueue, message: PendingMessage) -> MessageWork:
-    work: MessageWork = MessageWork()
-    work._message, work._queue = message, queue
-    return work
+def _bind_work(queue: OperationQueue) -> Callable[[PendingMessage], MessageWork]:
+    """Return the function that returns the Work of a message."""
+
+    def make_work(message: PendingMessage) -> MessageWork:
+        work: MessageWork = MessageWork()
+        work._message, work._queue = message, queue
+        return work
+
+    return make_work
 
 
 class FastMessages:
-    """Messages of a group, of plain CPU tensors. The methods return None for a message that has to be started by the
-    general path; they have sent nothing then."""
+    """Messages of a group, of plain CPU tensors.
+
+    ``start(None, sent, received, name, peer, tag)`` starts a message like an earlier one, and returns its MessageWork;
+    None, before anything has been sent, if the general path must start it. The name is "isend_work" for the tensor
+    `sent`, "irecv_work" for the tensor `received`; the other tensor is None.
+    """
 
     def __init__(self, comm: CommunicatorCore) -> None:
         self._comm = comm
-        self._repeat = comm.queue.run_repeated
-
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> MessageWork | None:
-        work: MessageWork | None = self._repeat(None, tensor, None, "isend_work", dest, tag)
-        return work
-
-    def irecv(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork | None:
-        work: MessageWork | None = self._repeat(None, None, tensor, "irecv_work", source, tag)
-        return work
+        self.start = comm.queue.run_repeated
 
     def repeat(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int, request: Request) -> None:
         """Have later messages like that of `request` started by the extension, if there has been one before. The name
@@ -94,5 +95,4 @@ class FastMessages:
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
             _, call = request.awaited
             source, result = (tensor, None) if name == "isend" else (None, tensor)
-            wrap = partial(_make_work, comm.queue)
-            repeat_started(comm, (key[0], peer, tag), source, result, call, Route(peer, tag), wrap)
+            repeat_started(comm, (key[0], peer, tag), source, result, call, Route(peer, tag), _bind_work(comm.queue))

@@ -319,7 +319,7 @@ class GroupOperations:
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
         messages = None if profiler._is_profiler_enabled else self._messages
         if messages is not None and len(tensors) == 1:
-            work = messages.isend(tensors[0], dstRank, tag)
+            work: Work | None = messages.start(None, tensors[0], None, "isend_work", dstRank, tag)
             if work is not None:
                 return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("send", tensors)
@@ -340,7 +340,7 @@ class GroupOperations:
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
         messages = None if profiler._is_profiler_enabled else self._messages
         if messages is not None and len(tensors) == 1:
-            work = messages.irecv(tensors[0], src, tag)
+            work: Work | None = messages.start(None, None, tensors[0], "irecv_work", src, tag)
             if work is not None:
                 return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("recv", tensors)

@@ -240,8 +240,11 @@ class MessagePassing:
             message = Envelope(source, tag, nbytes)
             return conclude(entry, self._make_transfer_error(code, message, size) if code else None, message)
 
+        pending = active_transfers.pending
+
         def wrap_started(message: PendingMessage) -> Any:
-            active_transfers.test_oldest()
+            if pending:
+                active_transfers.test_oldest()
             return wrap(message)
 
         sent, received = (route, None) if sends else (None, route)

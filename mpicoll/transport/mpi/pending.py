@@ -106,23 +106,23 @@ class ActiveTransfers:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pending: dict[int, MpiPending] = {}
+        self.pending: dict[int, MpiPending] = {}
 
     def add(self, pending: MpiPending) -> None:
         """Register `pending`, and test the two oldest transfers."""
         self.test_oldest()
         with self._lock:
-            self._pending[id(pending)] = pending
+            self.pending[id(pending)] = pending
 
     def test_oldest(self) -> None:
         """Test the two oldest transfers, if there are any. Called whenever a message is started, it bounds the number
         of completed transfers on which the program never waits."""
-        if not self._pending:
+        if not self.pending:
             return
         with self._lock:
-            oldest = list(itertools.islice(self._pending.items(), 2))
+            oldest = list(itertools.islice(self.pending.items(), 2))
             for key, _ in oldest:
-                self._pending[key] = self._pending.pop(key)
+                self.pending[key] = self.pending.pop(key)
         for _, one in oldest:
             with suppress(CommunicationError):  # raised again by the transfer's own wait
                 one.test()
@@ -130,24 +130,24 @@ class ActiveTransfers:
     def remove(self, pending: MpiPending) -> None:
         """Unregister `pending`, which has completed or failed."""
         with self._lock:
-            self._pending.pop(id(pending), None)
+            self.pending.pop(id(pending), None)
 
     def list_started(self) -> list[tuple[str, int | None]]:
         """Return the transfers that may be under way, as "send" or "recv" and the tag (None: any, or not known). Takes
         no lock: the thread that holds it may be stuck."""
-        transfers = [one.takes for one in self._pending.copy().values()]
+        transfers = [one.takes for one in self.pending.copy().values()]
         started = [(kind, None if tag == MPI.ANY_TAG else tag) for _, kind, _, tag in list_pending_messages()]
         return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers] + started
 
     def list_posted_receives(self) -> list[PostedRecv]:
         """Return the receives that have not completed; entries of unfinished sends (communicator None) are included."""
         with self._lock:
-            registered = list(self._pending.values())
+            registered = list(self.pending.values())
         for one in registered:
             with suppress(CommunicationError):
                 one.test()
         with self._lock:
-            return [one.takes for one in self._pending.values()]
+            return [one.takes for one in self.pending.values()]
 
 
 active_transfers = ActiveTransfers()
