@@ -162,9 +162,10 @@ class PipeP2P:
         Returns:
             The value; `tensor` if it is given.
         """
-        if timeout is None and expect is None:
+        if timeout is None:
             into, source = (None, tensor) if stage is None else (tensor, stage)
-            passed = self._repeated.exchange("recv", channel, None, PLAIN, None, source, PLAIN, into)  # type: ignore[arg-type]
+            shape, dtype = _expected_tensor("recv", expect if into is None else None)
+            passed = self._repeated.exchange("recv", channel, None, PLAIN, None, source, PLAIN, into, shape, dtype)  # type: ignore[arg-type]
             if passed is not NOT_PASSED:
                 return passed
         receiving = self._start_recv("recv", tensor, stage, channel, expect)

@@ -81,6 +81,12 @@ def test_what_may_change_from_value_to_value(several: Ranks) -> None:
                             assert same(got, value)
                             assert into is None or got is into
             for repeat in range(3 * TURNS):
+                expect = [None, (2, 3), torch.empty(2, 3)][repeat % 3]
+                if p2p.stage == repeat % 2:
+                    p2p.send(torch.full((2, 3), float(repeat)), 1 - p2p.stage)
+                else:
+                    assert same(p2p.recv(1 - p2p.stage, expect=expect), torch.full((2, 3), float(repeat)))
+            for repeat in range(3 * TURNS):
                 # The header says whether it requires grad, and a value of another layout in memory is copied.
                 value = torch.full((4, 3), float(repeat)).t() if repeat % 3 else torch.full((3, 4), float(repeat))
                 value.requires_grad_(repeat % 4 == 3)
