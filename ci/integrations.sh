@@ -29,8 +29,10 @@ install() {
     .venv/bin/python -m venv --without-pip "$2" || return
     site=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/venv.pth"
+    # DeepSpeed has no wheels, and is built by the setuptools of .venv, without its extensions.
+    pip+=(--no-deps --only-binary :all: --no-binary deepspeed --no-build-isolation --require-hashes)
     # mpi4py is in .venv, and needs nothing else.
-    ! grep -q == "ci/integrations/$1.txt" || "${pip[@]}" --no-deps --only-binary :all: --require-hashes --requirement "ci/integrations/$1.txt"
+    ! grep -q == "ci/integrations/$1.txt" || DS_BUILD_OPS=0 "${pip[@]}" --requirement "ci/integrations/$1.txt"
 }
 
 for name in "$@"; do
