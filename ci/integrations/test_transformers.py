@@ -22,7 +22,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_trainer(alone: Path) -> None:
-    done = mpirun(2, PROGRAM, alone, seconds=100)
+@pytest.mark.parametrize("options", [[], ["--first"]])
+def test_mpirun(alone: Path, options: list[str]) -> None:
+    done = mpirun(2, PROGRAM, alone, *options, seconds=100)
     assert done.returncode == 0, done.stdout
+    assert "2 ranks\n" in done.stdout
+
+
+def test_torchrun(alone: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM]
+    command += [str(alone), "--first"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
     assert "2 ranks\n" in done.stdout

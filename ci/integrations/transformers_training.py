@@ -1,6 +1,7 @@
-"""Train a tiny GPT-2 with random weights by the Trainer of Transformers: python transformers_training.py FILE
+"""Train a tiny GPT-2 with random weights by the Trainer of Transformers: python transformers_training.py FILE [--first]
 
-One process writes what it has found to FILE, and the ranks of a job compare theirs with it."""
+One process writes what it has found to FILE, and the ranks of a job compare theirs with it. With --first the program
+makes the process group; otherwise the Trainer does."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 BATCH = 12
 
+if "--first" in sys.argv:
+    dist.init_process_group("mpicoll")
 config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
 set_seed(0)
