@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mpicoll.logs import get_logger
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Calls, QueueLock
+    from mpicoll._shm import Calls, QueueLock, WindowMemory
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -96,6 +96,12 @@ def make_calls(lock: Any, queue: Any, pending: Any, group: Any) -> Calls | None:
         return None
     calls: Calls = found.Calls(lock, queue, pending, group)
     return calls
+
+
+def find_window_memory() -> type[WindowMemory] | None:
+    """Return the type of the memory of windows on one node; None if the extension is missing."""
+    found = _load()
+    return None if isinstance(found, str) else found.WindowMemory
 
 
 def make_function(function: F, name: str, key: tuple[str, ...], given: Any) -> F:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from operator import index
@@ -26,25 +25,37 @@ from mpicoll.engine import dispatch
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import (
     ArgumentError,
-    CommunicationError,
     CommunicatorError,
     DeviceError,
     DTypeError,
     MismatchError,
     ShapeError,
 )
+from mpicoll.extension import find_window_memory, make_queue_lock
 from mpicoll.transport.waiting import poll
-from mpicoll.transport.windows import LockFile, RemoteMemory, SharedWindow
+from mpicoll.transport.windows import Memory, RemoteMemory, SharedWindow
 from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from typing_extensions import Self
+
+    from mpicoll.engine.core.arena import Arena
 
 _PROGRAM, _COMBINE = 0, 1
 """The numbers of the locks of a rank's memory."""
+
+_OPERATIONS = "put", "get", "accumulate", "get_accumulate"
+_LOCK, _UNLOCK = len(_OPERATIONS), len(_OPERATIONS) + 2
+"""The numbers of calls that the extension carries out; a shared lock has that after _LOCK."""
+
+_LINE = 64
+"""Bytes at a multiple of which the locks begin."""
 
 _OPS = (*(one for one in ops.NAMES if one not in ("avg", "minloc", "maxloc")), "replace")
 
@@ -101,17 +112,24 @@ class Window:
         # The ranks whose lock the program holds.
         self._held: set[int] = set()
         # The locks are those of a rank: its threads have one at a time.
-        self._turn = threading.Lock()
+        self._turn = make_queue_lock()
         self._turn_of: tuple[int, Call] | None = None
         self._is_free = False
 
         def create() -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
-            return _create(core, extents, itemsize, name, by_mpi=driver == "mpi")
+            return _create(core, extents, itemsize, name, self._held, by_mpi=driver == "mpi")
 
         self._memory, own, self._shapes = core.queue.run(create, Call(f"Window({name})"))
         self.local: Any = make_array("Window", extents, dtype, like, lambda size: own[:size])
         self._buffer = recognise("Window", self.local)
         self._kind = dtype, like
+        # Carries out calls like earlier ones in the extension.
+        self._direct = self._memory.direct if isinstance(self._memory, SharedWindow) else None
+        if self._direct is not None:
+            core.queue.bind_window(self._direct, self._turn, self.local, self._shapes)
+        # The same for fence: it returns False if Python has to carry it out.
+        self._meet_directly: Callable[[], bool] | None = None
+        self._meeting: tuple[SharedMemoryCollective, Call] | None = None
 
     __reduce_ex__ = refuse_pickling("Window", "every process of the job creates it, by mpicoll.Window")
 
@@ -137,6 +155,8 @@ class Window:
         """Write the array `x`, of the window's dtype, to the array of `rank`, from element `offset` on, in C order.
         Raises ArgumentError, ShapeError, DTypeError, DeviceError and RankError for invalid arguments, before anything
         is written."""
+        if self._direct is not None and self._direct.put(x, rank, offset):
+            return
         data, target, begin = self._prepare_input("put", x, rank, offset)
         self._run("put", target, lambda: self._memory.put(target, begin, data))
 
@@ -144,6 +164,10 @@ class Window:
         """Read from the array of `rank`, from element `offset` on, an array of `shape`, or one like `out`, an array of
         the window's dtype with any strides, which is filled; without both, the whole array, of its shape. Return the
         array, or `out`. Raises what :meth:`put` raises."""
+        if self._direct is not None:
+            value = self._direct.get(rank, offset, shape, out)
+            if value is not None:
+                return value
         self._check_usable("get")
         buffer, target, begin = _prepare_output(self._core, self._buffer, self._shapes, rank, offset, shape, out)
         into = buffer.array if buffer.array.flags.c_contiguous else np.empty(buffer.array.shape, buffer.array.dtype)
@@ -159,25 +183,35 @@ class Window:
         """Combine the array of `rank`, from element `offset` on, with the array `x` of the window's
         dtype. `op` is "sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor", "lxor" or "replace". Atomic
         with respect to all other accumulating calls. Raises what :meth:`put` raises."""
-        self._accumulate("accumulate", x, rank, op, offset)
+        if self._direct is None or not self._direct.accumulate(x, rank, op, offset):
+            self._accumulate("accumulate", x, rank, op, offset)
 
     def get_accumulate(self, x: Any, rank: int, op: str = "sum", offset: int = 0) -> Any:
         """Do the same as :meth:`accumulate`, and return a new array of the shape of `x` with the elements before, such
         as the next value of a counter."""
-        return self._accumulate("get_accumulate", x, rank, op, offset).result()
+        value = None if self._direct is None else self._direct.get_accumulate(x, rank, op, offset)
+        return self._accumulate("get_accumulate", x, rank, op, offset).result() if value is None else value
 
     def fence(self) -> None:
         """Wait until all ranks have called it: what was put and accumulated before can be read by all afterwards.
         Collective. Raises ArgumentError, before anything else, if this rank holds a lock."""
+        if self._meet_directly is not None and not self._held and self._meet_directly():
+            return
         self._check_usable("fence")
         self._check_released("fence")
-        self._core.queue.run(self._meet, Call("Window.fence"))
+        if self._core.has_arena and isinstance(self._memory, SharedWindow):
+            self._meet_in_shared_memory()
+        else:
+            self._core.queue.run(self._meet, Call("Window.fence"))
 
-    @contextmanager
-    def lock(self, rank: int, *, exclusive: bool = True) -> Iterator[Self]:
+    def lock(self, rank: int, *, exclusive: bool = True) -> AbstractContextManager[Window]:
         """Hold the lock of the memory of `rank` in a ``with`` block. While it is exclusive, calls of other ranks on
         that memory wait; while it is shared, those for an exclusive lock do. Raises ArgumentError if this rank holds it
         already, and Timeout if another one does not release it within the timeout of the communicator."""
+        return _HeldLock(self, rank, exclusive=exclusive)
+
+    def _acquire(self, rank: Any, exclusive: bool) -> int:
+        """Acquire the lock of `rank` for the program, and return the rank."""
         self._check_usable("lock")
         target = _check_target(self._core, "lock", rank)
 
@@ -190,15 +224,21 @@ class Window:
             self._memory.lock(target, _PROGRAM, exclusive)
             self._held.add(target)
 
+        call = Call(f"Window.lock({target}, exclusive={exclusive})", collective=False)
+        self._run_watched(call, hold)
+        self._repeat(_LOCK + (not exclusive), target, call)
+        return target
+
+    def _release(self, target: int) -> None:
+        """Release the lock of `target`, which the program holds."""
+
         def release() -> None:
             self._held.remove(target)
             self._memory.unlock(target, _PROGRAM)
 
-        self._run_watched(Call(f"Window.lock({target}, exclusive={exclusive})", collective=False), hold)
-        try:
-            yield self
-        finally:
-            self._run_watched(Call(f"Window.unlock({target})", collective=False), release)
+        call = Call(f"Window.unlock({target})", collective=False)
+        self._run_watched(call, release)
+        self._repeat(_UNLOCK, target, call)
 
     def free(self) -> None:
         """Free the window, when all ranks have called it; arrays keep their memory. Collective. Freeing it twice has no
@@ -207,6 +247,7 @@ class Window:
             self._check_usable("free")
             self._check_released("free")
             self._is_free = True
+            self._direct = self._meet_directly = self._meeting = None
             self._core.queue.run(self._free, Call("Window.free"))
 
     def __enter__(self) -> Self:
@@ -244,9 +285,14 @@ class Window:
 
     def _run(self, operation: str, target: int, access: Callable[[], Any]) -> None:
         """Call `access` with the lock of the memory of `target`."""
-        self._run_watched(
-            Call(f"Window.{operation}", peer=target, collective=False), lambda: self._access(target, access)
-        )
+        call = Call(f"Window.{operation}", peer=target, collective=False)
+        self._run_watched(call, lambda: self._access(target, access))
+        self._repeat(_OPERATIONS.index(operation), target, call)
+
+    def _repeat(self, operation: int, target: int, call: Call) -> None:
+        """Have later calls like `call` carried out by the extension, if possible."""
+        if self._direct is not None:
+            self._direct.add(operation, target, call)
 
     def _run_watched(self, call: Call, function: Callable[[], None]) -> None:
         """Call `function`, whose waits have a bound unless MPI waits."""
@@ -298,7 +344,9 @@ class Window:
         """Return the elements before, for get_accumulate only."""
         self._check_usable(operation)
         buffer, target, begin = self._prepare_operand(operation, x, rank, offset)
-        combine = _bind_combine(self._core, operation, buffer, op)
+        combine, kernel = _bind_combine(self._core, operation, buffer, op)
+        if self._direct is not None and kernel is not None:
+            self._direct.add_op(op, *kernel)
         before = self._buffer.library.empty(self._buffer, buffer.array.shape)
         old = before.array.reshape(-1)
         memory = self._memory.view(target)
@@ -326,6 +374,21 @@ class Window:
         self._run(operation, target, access)
         return before
 
+    def _meet_in_shared_memory(self) -> None:
+        core = self._core
+        if self._meeting is None:
+            # The signature differs from that of a barrier, so that ranks which call one are found.
+            call, operation = Call("Window.fence"), barrier.prepare(core, "shm_flat")
+            choice = dispatch.select_algorithm(operation)
+            assert choice is not None
+            arrays = operation.arrays.for_shared_memory()
+            self._meeting = SharedMemoryCollective.of(operation, choice, arrays, call=call), call
+        collective, call = self._meeting
+        core.queue.run(collective, call, None, None)
+        compiled = collective.find_compiled()
+        if compiled is not None:
+            self._meet_directly = core.queue.bind_call(compiled, call, None, None)
+
     def _meet(self) -> None:
         call = Call("Window.fence")
         self._run_alone(self._memory.sync, call)
@@ -337,14 +400,36 @@ class Window:
         self._run_alone(self._memory.free, Call("Window.free"))
 
 
-def _wait(core: CommunicatorCore, ready: Callable[[], bool], what: str) -> None:
+class _HeldLock:
+    """The lock of the memory of `rank`, held in a ``with`` block."""
+
+    __slots__ = ("_exclusive", "_rank", "_window")
+
+    def __init__(self, window: Window, rank: Any, *, exclusive: bool) -> None:
+        self._window = window
+        self._rank = rank
+        self._exclusive = exclusive
+
+    def __enter__(self) -> Window:
+        window, direct = self._window, self._window._direct  # noqa: SLF001  a part of the window
+        if direct is None or not direct.lock(self._rank, self._exclusive):
+            self._rank = window._acquire(self._rank, self._exclusive)  # noqa: SLF001
+        return window
+
+    def __exit__(self, *error: object) -> None:
+        direct = self._window._direct  # noqa: SLF001
+        if direct is None or not direct.unlock(self._rank):
+            self._window._release(self._rank)  # noqa: SLF001
+
+
+def _wait(core: CommunicatorCore, ready: Callable[[], bool], holders: Callable[[], list[int]], what: str) -> None:
     """Wait for a lock, in a call that the watchdog knows."""
     # Other ranks may wait for messages of this one, or for its windows of MPI.
     poll(
         ready,
         core.timeout,
         f"{what} (rank {core.rank} of {core.size})",
-        lambda: core.transport.check_peers(0.0, ()),
+        lambda: core.transport.check_peers(0.0, holders()),
     )
 
 
@@ -365,10 +450,12 @@ def _create(
     extents: tuple[int, ...],
     itemsize: int,
     name: str,
+    held: set[int],
     *,
     by_mpi: bool,
 ) -> tuple[RemoteMemory, Array, list[tuple[int, ...]]]:
-    """Return the memory of all ranks, that of this one, and the shapes of all arrays. Collective."""
+    """Return the memory of all ranks, that of this one, and the shapes of all arrays. `held` is the set of the ranks
+    whose lock the program holds. Collective."""
     mine = json.dumps([name, by_mpi, extents])
     parts = [json.loads(one) for one in ([mine] if core.size == 1 else core.transport.allgather_text(mine))]
     names = [part[0] for part in parts]
@@ -378,15 +465,9 @@ def _create(
     shapes = [tuple(part[2]) for part in parts]
     nbytes = max(prod(extents) * itemsize, 1)
     arena = None if by_mpi else core.arena()
-    if core.size == 1 and not by_mpi:
-        own = np.zeros(nbytes, np.uint8)
-        return SharedWindow([own], _open_locks(core), partial(_wait, core)), own, shapes
-    if arena is not None:
-        own = core.allocate(nbytes)
-        peers = arena.segments.by_number[arena.segments.allocated]
-        own[...] = 0
-        memories = [own if rank == core.rank else peers[rank] for rank in range(core.size)]
-        return SharedWindow(memories, _open_locks(core), partial(_wait, core)), own, shapes
+    if (core.size == 1 and not by_mpi) or arena is not None:
+        memory, own = _share(core, arena, nbytes, held)
+        return memory, own, shapes
     if core.transport.mpi is None:
         reason = core.no_shm_reason or core.shm_failed_reason
         raise CommunicatorError(f"Window: the ranks can't share memory ({reason}), and don't use MPI ({where})")
@@ -394,27 +475,22 @@ def _create(
     return core.transport.create_window(own), own, shapes
 
 
-def _open_locks(core: CommunicatorCore) -> int:
-    """Return a descriptor of a file of all ranks of a node, which has no name any more. Collective."""
-    file = LockFile()
-    try:
-        path, problem = file.create() if core.rank == 0 else ("", "")
-        if core.size > 1:
-            path, problem = json.loads(core.transport.allgather_text(json.dumps([path, problem]))[0])
-            if core.rank and not problem:
-                problem = file.open(path)
-            problem = next((one for one in core.transport.allgather_text(problem) if one), "")
-    except BaseException:
-        file.close()
-        raise
-    finally:
-        file.remove_name()
-    if problem:
-        file.close()
-        raise CommunicationError(
-            f"Window: the file of the locks can't be opened: {problem} (rank {core.rank} of {core.size})"
-        )
-    return file.fd
+def _share(core: CommunicatorCore, arena: Arena | None, nbytes: int, held: set[int]) -> tuple[SharedWindow, Memory]:
+    """Return the memory of the ranks of a node, each behind its locks, and that of this rank. Collective."""
+    direct = find_window_memory()
+    head = 0 if direct is None else direct.count_lock_bytes(core.size)
+    if arena is None:
+        whole = np.zeros(head + nbytes + _LINE, np.uint8)
+        parts = [whole[-whole.ctypes.data % _LINE :][: head + nbytes]]
+    else:
+        own = core.allocate(head + nbytes)
+        own[...] = 0
+        peers = arena.segments.by_number[arena.segments.allocated]
+        parts = [own if rank == core.rank else peers[rank] for rank in range(core.size)]
+        core.transport.allgather_text("")  # all locks are zero from now on
+    memories = [part[head:] for part in parts]
+    shared = SharedWindow(memories, None if direct is None else direct(parts, core.rank, held), partial(_wait, core))
+    return shared, memories[core.rank]
 
 
 @adds_rank_to_errors
@@ -491,17 +567,21 @@ def _prepare_output(
 
 
 @adds_rank_to_errors
-def _bind_combine(core: CommunicatorCore, operation: str, operand: Buffer, op: Any) -> Callable[[Array, Array], object]:
-    """Return a function that writes the combination of its first flat array with `operand` to its second one."""
+def _bind_combine(
+    core: CommunicatorCore, operation: str, operand: Buffer, op: Any
+) -> tuple[Callable[[Array, Array], object], tuple[str | None, str | None] | None]:
+    """Return a function that writes the combination of its first flat array with `operand` to its second one; and the
+    op and the dtype by which the extension does the same, None to replace the elements. There may be no such op."""
     name = f"Window.{operation}"
     if not isinstance(op, str) or op not in _OPS:
         raise DTypeError(f"{name}: op must be one of {', '.join(_OPS)}, got {op!r}")
     if op == "replace":
-        return lambda old, new: operand.load(new)
+        return lambda old, new: operand.load(new), (None, None)
     reduction = ops.reduction(name, op, operand.dtype, operand.library.wrap, operand.array.shape)
+    kernel = ops.Fold(reduction, operand).fused
     if not reduction.changes(operand.array.dtype):
         flat = np.ascontiguousarray(operand.array).reshape(-1)
-        return lambda old, new: reduction.combine(old, flat, new)
+        return lambda old, new: reduction.combine(old, flat, new), kernel
     left, right = (np.empty(operand.array.size, reduction.work) for _ in range(2))
     operand.load(right)
     if reduction.prepare is not None:
@@ -514,4 +594,4 @@ def _bind_combine(core: CommunicatorCore, operation: str, operand: Buffer, op: A
         reduction.combine(left, right, left)
         Buffer(None, new, operand.dtype, operand.library).store(left)
 
-    return combine
+    return combine, kernel

@@ -19,6 +19,7 @@
 #include "records.h"
 #include "sigterm.h"
 #include "steps.h"
+#include "window.h"
 
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
@@ -78,7 +79,7 @@ static int fill_module(PyObject *module)
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
-        &pending_message_spec, &line_end_spec};
+        &pending_message_spec, &line_end_spec, &window_memory_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -13,7 +14,7 @@ import torch
 from support.ranks import Comms, Ranks
 
 import mpicoll
-from mpicoll.transport.windows import LockFile
+from mpicoll.engine.diagnostics.flight_recorder import list_history
 
 pytestmark = pytest.mark.extension
 
@@ -353,25 +354,6 @@ def test_memory_is_released(ranks: Ranks) -> None:
     ranks(body)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_locks_that_cannot_be_opened(some_more: Ranks, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """All ranks raise the error of the one that fails, and the next window works."""
-
-    def body() -> None:
-        if not is_shared():
-            pytest.skip("there are no such locks")
-        with pytest.raises(mpicoll.CommunicationError, match="Window: the file of the locks can't be opened: no space"):
-            mpicoll.Window(2)
-
-    with monkeypatch.context() as patch:
-        if failing == 0:
-            patch.setattr(LockFile, "create", lambda self: ("", "no space"))
-        else:
-            patch.setattr(LockFile, "open", lambda self, name: "no space")
-        some_more(body)
-    some_more(lambda: mpicoll.Window(2).free())
-
-
 def test_parts_of_the_world(several: Ranks) -> None:
     def body() -> None:
         comms = Comms()
@@ -441,5 +423,156 @@ def test_different_dtypes(several: Ranks) -> None:
         world = mpicoll.world()
         with pytest.raises(mpicoll.MismatchError, match="Window"):
             mpicoll.Window(2, "f4" if world.rank else "f8")
+
+    several(body)
+
+
+def test_calls_like_earlier_ones(ranks: Ranks) -> None:
+    """Random calls on one window, which the extension repeats, and on another one, by Python alone; against a model.
+    Each rank calls in its turn."""
+
+    def call(window: mpicoll.Window, rng: np.random.Generator, dtype: str, shapes: list[tuple[int, ...]]) -> Any:
+        target = int(rng.integers(len(shapes)))
+        whole = int(np.prod(shapes[target]))
+        offset = int(rng.integers(whole + 1))
+        shape = (int(rng.integers(whole - offset + 1)),)
+        values = np.arange(whole) if dtype == "bool" else rng.integers(1, 3, whole)
+        x = np.ascontiguousarray(values.astype(dtype)[: shape[0]])
+        name = rng.choice(["put", "get", "get into", "accumulate", "get_accumulate", "number"])
+        op = str(rng.choice(["sum", "max", "replace"] if dtype != "bool" else ["lor", "lxor"]))
+        with window.lock(target, exclusive=bool(rng.integers(2))) if rng.integers(3) == 0 else nullcontext():
+            if name == "put":
+                window.put(x, target, offset)
+            elif name == "get":
+                return window.get(target, offset, shape)
+            elif name == "get into":
+                return window.get(target, offset, out=np.zeros_like(x))
+            elif name == "accumulate":
+                window.accumulate(x, target, op, offset)
+            elif name == "get_accumulate":
+                return window.get_accumulate(x, target, op, offset)
+            elif offset < whole and dtype in ("int64", "float64"):
+                return window.get_accumulate(2 if dtype == "int64" else 0.5, target, op, offset)
+        return window.get(target)
+
+    def body() -> None:
+        world = mpicoll.world()
+        shapes: list[tuple[int, ...]] = [(rank + 2, 3) for rank in range(world.size)]
+        for number, dtype in enumerate(("int64", "float64", "float32", "uint8", "float16", "bool")):
+            with (
+                mpicoll.Window(shapes[world.rank], dtype) as direct,
+                mpicoll.Window(shapes[world.rank], dtype) as plain,
+            ):
+                plain._direct = None
+                rng = np.random.default_rng(number)
+                for turn in range(60):
+                    direct.fence()
+                    plain.fence()
+                    state = rng.bit_generator.state
+                    if turn % world.size == world.rank:
+                        got = call(direct, rng, dtype, shapes)
+                        rng.bit_generator.state = state
+                        np.testing.assert_array_equal(got, call(plain, rng, dtype, shapes), strict=True)
+                    else:
+                        call(_Nothing(shapes, dtype), rng, dtype, shapes)  # type: ignore[arg-type]
+                direct.fence()
+                plain.fence()
+                np.testing.assert_array_equal(direct.local, plain.local)
+                direct.fence()
+
+    ranks(body)
+
+
+class _Nothing:
+    """A window whose calls do nothing."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: str) -> None:
+        self.shapes, self.dtype = shapes, dtype
+
+    def lock(self, rank: int, *, exclusive: bool) -> Any:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def test_repeated_calls_are_recorded(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        right = (world.rank + 1) % world.size
+        with mpicoll.Window(3, "int64") as window:
+            x = np.arange(3)
+            for _ in range(3):
+                with window.lock(right, exclusive=False):
+                    window.put(x, right)
+                window.accumulate(x, right)
+                window.get(right, out=x.copy())
+                window.fence()
+            assert window._direct is not None
+            assert window._direct.put(x, right, 0)
+            assert not window._direct.put(x, right, 1)
+            found = [str(entry[2]) for entry, _, error in list_history() if not error]
+            for name in (f"Window.put(peer={right}, tag=any)", f"Window.unlock({right})", "Window.fence()"):
+                assert found.count(name) >= 3, name
+
+    several(body)
+
+
+def test_large_arrays(several: Ranks) -> None:
+    """Other threads run while they are copied; a call of one of them waits for its turn."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        count = 1 << 17
+        with mpicoll.Window(count, "int64") as window:
+            x = np.ones(count, np.int64)
+
+            def add() -> None:
+                for _ in range(6):
+                    window.accumulate(x, 0)
+                    window.get(0, out=np.empty_like(x))
+
+            threads = [threading.Thread(target=add) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            window.fence()
+            np.testing.assert_array_equal(window.get(0), np.full(count, 12 * world.size))
+
+    several(body)
+
+
+def test_an_exclusive_lock_among_steady_calls(several: Ranks) -> None:
+    """It is obtained while all other ranks hold shared ones nearly all of the time."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        with mpicoll.Window(1 << 14, "int64") as window:
+            x = np.zeros((1 << 14) - 1, np.int64)
+            window.put(x, 0, 1)
+            window.fence()
+            if world.rank == 0:
+                for turn in range(20):
+                    with window.lock(0):
+                        window.local[0] = turn - 19 or 1
+            while world.rank and window.get(0, 0, 1)[0] != 1:
+                window.put(x, 0, 1)
+            window.fence()
+
+    several(body)
+
+
+def test_fence_and_barrier(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.duplicate() as comm, mpicoll.Window(1, comm=comm) as window:
+            for _ in range(3):
+                window.fence()
+            if not is_shared():
+                return
+            with pytest.raises(mpicoll.MismatchError, match=r"Window\.fence"):
+                mpicoll.barrier(comm=comm) if world.rank == 0 else window.fence()
+            window.fence()
 
     several(body)

@@ -53,7 +53,7 @@ from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Collective, MessageCall, NativeCall
+    from mpicoll._shm import Collective, MessageCall, NativeCall, WindowMemory
     from mpicoll.engine.core.arena import Arena
 
 _LATENESS = 0.8
@@ -171,6 +171,12 @@ class OperationQueue:
 
         assert self.calls is not None
         return BoundCall(self.calls, carrier, call, source, target).run
+
+    def bind_window(self, memory: WindowMemory, turn: Any, local: Any, shapes: list[tuple[int, ...]]) -> None:
+        """Have later calls of a window carried out by `memory`; see :meth:`mpicoll._shm.WindowMemory.bind`."""
+        if self.calls is not None:
+            _show_numpy_layout()
+            memory.bind(self.calls, turn, local, shapes)
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""
