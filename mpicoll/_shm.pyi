@@ -79,6 +79,23 @@ class Collective:
     def carry_out(self, source: Any, target: Any, /) -> None: ...
     def run(self, source: Any, target: Any, /) -> None: ...
 
+_Box: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
+class NeighbourCollective(Collective):
+    def __init__(
+        self,
+        steps: Steps,
+        name: str,
+        signature: int,
+        in_place: bool,
+        source_bytes: int,
+        target_bytes: int,
+        rounds: tuple[tuple[tuple[_Box, ...], tuple[_Box, ...]], ...],
+        addresses: tuple[int, ...],
+        half_bytes: int,
+        /,
+    ) -> None: ...
+
 class CallMemory: ...
 
 class NativeCall:

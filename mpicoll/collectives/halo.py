@@ -17,6 +17,7 @@ from mpicoll.collectives.arguments import (
     adds_rank_to_errors,
     resolve_output,
 )
+from mpicoll.collectives.call import repeats
 from mpicoll.collectives.neighbours import NeighbourOperation, get_topology
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.proc_null import PROC_NULL
@@ -24,10 +25,12 @@ from mpicoll.engine.core.request import Request
 from mpicoll.engine.core.topology import CartesianTopology, list_integers
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.neighbour_exchange import NeighbourExchange
+from mpicoll.engine.executors.neighbour_memory import Round, SharedExchange, find_box, may_share
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicatorError, ShapeError
 
 
+@repeats("exchange_halo", "width", "axes", "corners")
 def exchange_halo(
     x: ArrayT,
     width: int | Sequence[int] = 1,
@@ -70,7 +73,8 @@ def exchange_halo(
         >>> mpicoll.exchange_halo(np.array([0, 1, 2, 3, 0]), comm=ring)
         array([3, 1, 2, 3, 1])
     """
-    result: ArrayT = _prepare(resolve(comm), "exchange_halo", x, width, axes, corners, out).wait(timeout)
+    operation = _prepare(resolve(comm), "exchange_halo", x, width, axes, corners, out)
+    result: ArrayT = operation.wait(timeout, ("exchange_halo", width, axes, corners), x)
     return result
 
 
@@ -112,20 +116,34 @@ def _prepare(
     device = device_of(output.array)
     after = () if device is None else record_events(buffer, output)
     rounds = _Rounds(comm, name, grid, divided, widths, output.array)
-
-    def run() -> None:
-        tag = comm.next_tag()
-        with nullcontext() if device is None else device.working(after):
-            if not output.same_memory(buffer):
-                np.copyto(output.array, buffer.array)
-            rounds.run(tag, device, corners=corners)
-
     call = Call(
         f"{name}(width={list(widths)}, axes={list(divided)}, corners={bool(corners)})",
         dtype=buffer.dtype.name,
         memory="" if device is None else device.kind,
     )
-    return NeighbourOperation(comm, call, run, output)
+    shared = None
+    if device is None and may_share(comm):
+        nbytes = output.array.nbytes
+        shared = SharedExchange(comm, name, rounds.list_boxes(corners=corners), nbytes, nbytes, call, in_place=True)
+
+    def run() -> None:
+        tag = comm.next_tag()
+        carrier = None if shared is None else shared.find_carrier()
+        if carrier is not None:
+            if not output.same_memory(buffer):
+                np.copyto(output.array, buffer.array)
+            whole = np.ascontiguousarray(output.array)
+            as_bytes = whole.reshape(-1).view(np.uint8)
+            carrier.carry_out(as_bytes, as_bytes)
+            if whole is not output.array:
+                np.copyto(output.array, whole.reshape(shape))
+            return
+        with nullcontext() if device is None else device.working(after):
+            if not output.same_memory(buffer):
+                np.copyto(output.array, buffer.array)
+            rounds.run(tag, device, corners=corners)
+
+    return NeighbourOperation(comm, call, run, output, shared)
 
 
 def _check_axes(name: str, axes: Any, dimensions: int, ndim: int) -> tuple[int, ...]:
@@ -183,28 +201,55 @@ class _Rounds:
     def run(self, tag: int, device: Device | None, *, corners: bool) -> None:
         """Exchange all layers: with `corners`, along one axis after the other, so that a rank passes on what it has
         received along the axes before."""
-        dimensions = [at for at, width in enumerate(self._widths) if width]
-        for together in [[at] for at in dimensions] if corners else [dimensions]:
+        for together in self._list_rounds(corners=corners):
             self._exchange(together, tag, device, inner=not corners)
 
-    def _exchange(self, dimensions: Sequence[int], tag: int, device: Device | None, *, inner: bool) -> None:
+    def list_boxes(self, *, corners: bool) -> list[Round]:
+        """Return the boxes of all layers in an array in C order, round by round."""
+        whole = np.empty(self._array.shape, self._array.dtype)
+        rounds: list[Round] = []
+        for together in self._list_rounds(corners=corners):
+            sends, recvs = self._list_layers(whole, together, inner=not corners)
+            rounds.append(
+                (
+                    [(peer, find_box(layers, whole)) for peer, layers in sends],
+                    [(peer, find_box(layers, whole)) for peer, layers in recvs],
+                )
+            )
+        return rounds
+
+    def _list_rounds(self, *, corners: bool) -> list[list[int]]:
+        """Return the dimensions of each round."""
+        dimensions = [at for at, width in enumerate(self._widths) if width]
+        return [[at] for at in dimensions] if corners else [dimensions]
+
+    def _list_layers(
+        self, array: Array, dimensions: Sequence[int], *, inner: bool
+    ) -> tuple[list[tuple[int, Array]], list[tuple[int, Array]]]:
+        """Return the layers of `array` that are sent to, and received from, each neighbour."""
         sends: list[tuple[int, Array]] = []
         recvs: list[tuple[int, Array]] = []
-        faces: list[_Face] = []
         for at in dimensions:
             before, behind = self._grid.shift(at, 1)
-            width, extent = self._widths[at], self._array.shape[self._axes[at]]
+            width, extent = self._widths[at], array.shape[self._axes[at]]
             for peer, begin in ((before, width), (behind, extent - 2 * width)):
                 if peer is not PROC_NULL:
-                    face = _Face(self._select(at, begin, inner=inner), device)
-                    face.load()
-                    sends.append((peer, face.as_bytes))
+                    sends.append((peer, self._select(array, at, begin, inner=inner)))
             # What the rank behind sends to this one, the rank before it, comes first where both are the same.
             for peer, begin in ((behind, extent - width), (before, 0)):
                 if peer is not PROC_NULL:
-                    face = _Face(self._select(at, begin, inner=inner), device)
-                    faces.append(face)
-                    recvs.append((peer, face.as_bytes))
+                    recvs.append((peer, self._select(array, at, begin, inner=inner)))
+        return sends, recvs
+
+    def _exchange(self, dimensions: Sequence[int], tag: int, device: Device | None, *, inner: bool) -> None:
+        outgoing, incoming = self._list_layers(self._array, dimensions, inner=inner)
+        sends: list[tuple[int, Array]] = []
+        for peer, layers in outgoing:
+            face = _Face(layers, device)
+            face.load()
+            sends.append((peer, face.as_bytes))
+        faces = [_Face(layers, device) for _, layers in incoming]
+        recvs = [(peer, face.as_bytes) for (peer, _), face in zip(incoming, faces, strict=True)]
         if device is not None:
             device.synchronize()
         NeighbourExchange(self._comm, self._name, sends, recvs).run(tag)
@@ -213,15 +258,15 @@ class _Rounds:
         if device is not None:
             device.synchronize()
 
-    def _select(self, at: int, begin: int, *, inner: bool) -> Array:
-        """Return the layers from `begin` on along dimension `at` of the grid; with `inner`, without the halo of the
-        others."""
-        places: list[Any] = [slice(None)] * self._array.ndim
+    def _select(self, array: Array, at: int, begin: int, *, inner: bool) -> Array:
+        """Return the layers of `array` from `begin` on along dimension `at` of the grid; with `inner`, without the halo
+        of the others."""
+        places: list[Any] = [slice(None)] * array.ndim
         if inner:
             for axis, width in zip(self._axes, self._widths, strict=True):
-                places[axis] = slice(width, self._array.shape[axis] - width)
+                places[axis] = slice(width, array.shape[axis] - width)
         places[self._axes[at]] = slice(begin, begin + self._widths[at])
-        layers: Array = self._array[(*places, ...)]
+        layers: Array = array[(*places, ...)]
         return layers
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
-from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.recognise import bind_empty, recognise
 from mpicoll.collectives.arguments import (
     ArrayT,
     Counts,
@@ -20,6 +20,7 @@ from mpicoll.collectives.arguments import (
     get_block_shape,
     resolve_output,
 )
+from mpicoll.collectives.call import repeats
 from mpicoll.collectives.memory import InputArray, OutputArray
 from mpicoll.engine.core.arrays import displacements, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -28,11 +29,13 @@ from mpicoll.engine.core.request import Request
 from mpicoll.engine.core.topology import Topology, list_integers
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.neighbour_exchange import NeighbourExchange
+from mpicoll.engine.executors.neighbour_memory import SharedExchange, may_share, slice_box
 from mpicoll.engine.executors.staging import DeviceReceive, copy_to_host
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicatorError, ShapeError
 
 
+@repeats("neighbor_allgather", "counts")
 def neighbor_allgather(
     x: Any, *, counts: Counts | None = None, out: Any = None, comm: CommLike = None, timeout: float | None = None
 ) -> Any:
@@ -66,7 +69,9 @@ def neighbor_allgather(
         >>> mpicoll.neighbor_allgather(np.array([1, 2]), comm=ring)
         array([1, 2, 1, 2])
     """
-    return _prepare_allgather(resolve(comm), "neighbor_allgather", x, counts, out).wait(timeout)
+    core = resolve(comm)
+    operation = _prepare_allgather(core, "neighbor_allgather", x, counts, out)
+    return operation.wait(timeout, ("neighbor_allgather", counts), x)
 
 
 def ineighbor_allgather(x: Any, *, counts: Counts | None = None, out: Any = None, comm: CommLike = None) -> Request:
@@ -83,6 +88,7 @@ def ineighbor_allgather(x: Any, *, counts: Counts | None = None, out: Any = None
     return _prepare_allgather(resolve(comm), "neighbor_allgather", x, counts, out).start()
 
 
+@repeats("neighbor_alltoall", "counts")
 def neighbor_alltoall(
     x: ArrayT,
     *,
@@ -121,7 +127,9 @@ def neighbor_alltoall(
         >>> mpicoll.neighbor_alltoall(np.array([1, 2]), comm=ring)
         array([2, 1])
     """
-    result: ArrayT = _prepare_alltoall(resolve(comm), "neighbor_alltoall", x, counts, out).wait(timeout)
+    core = resolve(comm)
+    operation = _prepare_alltoall(core, "neighbor_alltoall", x, counts, out)
+    result: ArrayT = operation.wait(timeout, ("neighbor_alltoall", counts), x)
     return result
 
 
@@ -152,25 +160,63 @@ def get_topology(comm: CommunicatorCore, operation: str) -> Topology:
 
 
 class NeighbourOperation:
-    """Collective on a communicator with neighbours, ready to be run once by its queue."""
+    """Collective on a communicator with neighbours, ready to be run once by its queue. `shared` is what carries it out
+    in shared memory, if something does; `makes_result` states that a new array of any contents will do as its output.
+    """
 
-    def __init__(self, comm: CommunicatorCore, call: Call, run: Callable[[], None], output: Buffer) -> None:
+    def __init__(
+        self,
+        comm: CommunicatorCore,
+        call: Call,
+        run: Callable[[], None],
+        output: Buffer,
+        shared: SharedExchange | None = None,
+        *,
+        makes_result: bool = True,
+    ) -> None:
         self._comm = comm
         self._call = call
         self._run = run
         self._output = output
+        self._shared = shared
+        self._makes_result = makes_result
 
-    def wait(self, timeout: float | None) -> Any:
-        """Carry it out and return its result; with a `timeout`, in the background."""
+    def wait(self, timeout: float | None, key: tuple[Any, ...], x: Any) -> Any:
+        """Carry it out and return its result; with a `timeout`, in the background. Later calls with the same `key`, on
+        arrays like `x`, are carried out by the extension, if possible."""
         if timeout is not None:
             bound = check_timeout(self._comm, self._call.operation, timeout)
             return self.start().wait(bound)
         self._comm.queue.run(self._run, self._call)
-        return self._output.result()
+        result = self._output.result()
+        if self._shared is not None:
+            self._repeat(self._shared, key, x, result)
+        return result
+
+    def _repeat(self, shared: SharedExchange, key: tuple[Any, ...], x: Any, result: Any) -> None:
+        carrier, make_result = shared.find_carrier(), bind_empty(result)
+        if carrier is None or make_result is None:
+            return
+        # Lists, which a program may change, are compared with tuples.
+        key = tuple(_freeze(value) for value in key)
+        self._comm.queue.add_call(
+            key,
+            x,
+            result,
+            make_result if self._makes_result else None,
+            carrier,
+            shared.call,
+            in_place=shared.in_place,
+        )
 
     def start(self) -> Request:
         """Start it in the background."""
         return Request(self._comm.queue.submit(self._run, self._call), self._output.result)
+
+
+def _freeze(value: Any) -> Any:
+    """Return `value` with tuples instead of lists."""
+    return tuple(_freeze(one) for one in value) if isinstance(value, list | tuple) else value
 
 
 @adds_rank_to_errors
@@ -285,6 +331,27 @@ def _bind(
     unfilled = [place for source, place in zip(topology.sources, incoming, strict=True) if source is PROC_NULL]
     kept = None if device is None or not (keeps and unfilled) else copy_to_host(output, device)
 
+    call = Call(
+        name,
+        None,
+        buffer.dtype.name,
+        get_block_shape(buffer),
+        counts=_add_by_rank(topology.destinations, send, comm.size),
+        arrivals=_add_by_rank(topology.sources, recv, comm.size),
+        memory="" if device is None else device.kind,
+    )
+    shared = None
+    if device is None and may_share(comm):
+        sent_boxes = [
+            (dest, slice_box(one.start, one.stop)) for dest, one in zip(topology.destinations, outgoing, strict=True)
+        ]
+        received_boxes = [
+            (topology.sources[at], slice_box(incoming[at].start, incoming[at].stop)) for at in topology.arrivals
+        ]
+        shared = SharedExchange(
+            comm, name, [(sent_boxes, received_boxes)], sent.nbytes, received.nbytes, call, in_place=False
+        )
+
     def run() -> None:
         tag = comm.next_tag()
         load()
@@ -296,21 +363,17 @@ def _bind(
         elif not keeps:
             for place in unfilled:
                 received[place] = 0
+        carrier = None if shared is None else shared.find_carrier()
+        if carrier is not None:
+            carrier.carry_out(sent, received)
+            target.store()
+            return
         sends = [(dest, sent[place]) for dest, place in zip(topology.destinations, outgoing, strict=True)]
         recvs = [(topology.sources[at], received[incoming[at]]) for at in topology.arrivals]
         NeighbourExchange(comm, name, sends, recvs).run(tag)
         target.store()
 
-    call = Call(
-        name,
-        None,
-        buffer.dtype.name,
-        get_block_shape(buffer),
-        counts=_add_by_rank(topology.destinations, send, comm.size),
-        arrivals=_add_by_rank(topology.sources, recv, comm.size),
-        memory="" if device is None else device.kind,
-    )
-    return NeighbourOperation(comm, call, run, output)
+    return NeighbourOperation(comm, call, run, output, shared, makes_result=not unfilled)
 
 
 def _add_by_rank(neighbours: Sequence[int], rows: Sequence[int], size: int) -> tuple[int, ...]:

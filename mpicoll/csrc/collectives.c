@@ -601,11 +601,10 @@ static int traverse_collective(PyObject *self, visitproc visit, void *arg)
 }
 
 /* No clear function: what refers to it can be cleared, and a collective always has its steps. */
-static void dealloc_collective(PyObject *self)
+void free_collective(PyObject *self)
 {
     Collective *one = (Collective *)self;
     PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
     Py_XDECREF((PyObject *)one->steps);
     Py_XDECREF(one->text);
     PyMem_Free(one->moves);
@@ -613,6 +612,12 @@ static void dealloc_collective(PyObject *self)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
+}
+
+static void dealloc_collective(PyObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    free_collective(self);
 }
 
 /* Get the address of an array; NULL for None, where the rank has no data. Returns -1 with an exception. */
@@ -634,7 +639,8 @@ static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nb
 
 static int run_on(const Collective *one, const char *source, char *target)
 {
-    const bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT, direct = tries_direct(one);
+    const bool releases = !one->keeps_gil && one->source_bytes + one->target_bytes >= RELEASE_AT;
+    const bool direct = tries_direct(one);
     const bool in_ring = one->is_small || one->uses_ring || one->run == run_barrier;
     if ((direct || !in_ring) && catch_up(one->steps) < 0)
         return -1;
@@ -744,6 +750,6 @@ static PyType_Slot slots[] = {
 PyType_Spec collective_spec = {
     .name = "mpicoll._shm.Collective",
     .basicsize = sizeof(Collective),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };

@@ -38,6 +38,7 @@ struct Collective {
     size_t stride;         /* bytes between the places in a slot that are used in turn; 0 where there is one */
     uint32_t places;
     bool uses_ring;        /* or in its ring slot, and some rank does not wait for all others; the same on all ranks */
+    bool keeps_gil;        /* while it runs, but for parts of it */
     bool waits_for_all;    /* the rank, in each step; otherwise only for those from `first` to before `last` */
     int first, last;
     size_t itemsize;
@@ -128,6 +129,9 @@ size_t get_share_offset(size_t nbytes, int rank, int size);
 /* End the running operation on all ranks, because this one has failed in it. There is an exception, and the GIL is
  * held. */
 void end_failed(Steps *steps);
+
+/* Free the object of a collective: of the type itself or of one derived from it, which has untracked it. */
+void free_collective(PyObject *self);
 
 /* Carry out a collective as an operation, on this rank's input and output. Returns -1 with an exception. */
 int carry_out_collective(const Collective *one, const char *source, char *target);

@@ -255,8 +255,7 @@ static void run_in_segments(const Collective *one, const char *source, char *tar
 
 /* --- in private memory */
 
-/* Copy from private memory of another rank. Returns the error number. */
-static int read_memory(int process, int64_t from, char *to, size_t nbytes)
+int read_memory(int process, int64_t from, char *to, size_t nbytes)
 {
     if (process == 0) {
         copy(to, (const char *)(uintptr_t)from, nbytes);

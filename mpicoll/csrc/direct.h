@@ -26,6 +26,9 @@ int run_direct(const Collective *one, const char *source, char *target);
  * copy this rank's own one if `copies_own`; after locate_arrays. Returns as run_direct. */
 int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own);
 
+/* Copy from private memory of another process; 0 is this one. Returns the error number. */
+int read_memory(int process, int64_t from, char *to, size_t nbytes);
+
 /* Methods of Steps. */
 PyObject *add_segment(PyObject *self, PyObject *args);
 PyObject *remove_segment(PyObject *self, PyObject *number);

@@ -14,6 +14,7 @@
 #include "messages.h"
 #include "mpi_library.h"
 #include "native_calls.h"
+#include "neighbours.h"
 #include "pending_messages.h"
 #include "queue_lock.h"
 #include "records.h"
@@ -79,14 +80,18 @@ static int fill_module(PyObject *module)
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
-        &pending_message_spec, &line_end_spec, &window_memory_spec};
+        &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec};
+    PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], base);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
         if (status == 0 && specs[i] == &pending_message_spec)
             set_pending_message_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &line_end_spec)
             set_line_end_type((PyTypeObject *)type);
+        if (specs[i] == &collective_spec)
+            collective = type;
         Py_XDECREF(type);
         if (status < 0)
             return -1;

@@ -761,6 +761,22 @@ int sync_with(Steps *steps, int first, int last)
     return status == 0 ? 0 : end_operation(steps, status, signature);
 }
 
+int sync_with_each(Steps *steps, const int *ranks, int count)
+{
+    if (steps->call.text == NULL || steps->released != NULL || steps->unusable)
+        return sync_ranks(steps);
+    const uint32_t signature = next_signature(steps);
+    int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
+    if (status == 0) {
+        keep_call(steps);
+        steps->step++;
+        store_flag(steps, signature | (count > 0 ? WAITS_FOR_SOME : WAITS_FOR_NONE));
+        for (int i = 0; i < count && status == 0; i++)
+            status = wait_for_some(steps, signature, ranks[i], ranks[i] + 1);
+    }
+    return status == 0 ? 0 : end_operation(steps, status, signature);
+}
+
 int catch_up(Steps *steps)
 {
     if (__builtin_expect(steps->seen == steps->step, 1) || steps->unusable)

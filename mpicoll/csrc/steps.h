@@ -109,6 +109,9 @@ int sync_ranks(Steps *steps);
  * others wait for all ranks. */
 int sync_with(Steps *steps, int first, int last);
 
+/* End a step as sync_with, but wait only for `count` other ranks. */
+int sync_with_each(Steps *steps, const int *ranks, int count);
+
 /* Wait until all ranks have reached the last step of this rank, and compare their words. The slots and posted numbers
  * of both parities can be written afterwards. Returns as sync_ranks. */
 int catch_up(Steps *steps);

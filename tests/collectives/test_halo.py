@@ -187,3 +187,37 @@ def test_neighbours_that_disagree(several: Ranks) -> None:
             mpicoll.exchange_halo(np.ones((9, 3)), 1 + (world.rank == 0), comm=ring)
 
     several(body)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("half", [128, None])
+def test_repeated_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch, half: int | None) -> None:
+    """Also with layers that are larger than the memory for messages."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for dims, periods in (([world.size, 1], [True, False]), ([1, world.size], [False, True]), ([0, 0], True)):
+            with world.cart(dims, periods) as grid:
+                for corners in (True, False):
+                    before, after = make_parts(grid, (1, 2), corners=corners)
+                    # Planes, whose layers are small and large.
+                    for count in (1, 5, 800):
+                        x, want = (np.repeat(one[..., None], count, axis=2) for one in (before, after))
+                        y = x.copy()
+                        for _ in range(3):
+                            y[...] = x
+                            assert mpicoll.exchange_halo(y, (1, 2), corners=corners, out=y, comm=grid) is y
+                            np.testing.assert_array_equal(y, want)
+                            np.testing.assert_array_equal(
+                                mpicoll.exchange_halo(x, (1, 2), corners=corners, comm=grid), want
+                            )
+                        core = grid._core
+                        if core.no_shm_reason is None and core.no_cma_reason is None:
+                            missing = object()
+                            key = "exchange_halo", (1, 2), None, corners
+                            assert core.queue.run_repeated(missing, y, y, *key) is y
+                            np.testing.assert_array_equal(y, want)
+
+    if half is not None:
+        monkeypatch.setattr("mpicoll.engine.core.arena.MESSAGE_BYTES", half)
+    several(body)

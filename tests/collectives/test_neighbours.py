@@ -280,3 +280,162 @@ def test_the_order_is_that_of_mpi() -> None:
             theirs.Neighbor_allgather(mine, every)
             np.testing.assert_array_equal(mpicoll.neighbor_allgather(mine, comm=grid), every)
         theirs.Free()
+
+
+def is_repeated(name: str, x: Any, out: Any, comm: mpicoll.Communicator, *key: Any) -> bool:
+    """Carry out a call like an earlier one by the extension alone. Return False if that can't be done."""
+    queue = comm._core.queue
+    return queue.run_repeated(queue, x, out, name, *(key or (None,))) is not queue
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("rows", [1, 30, 250, 3000, 40_000])
+def test_repeated_calls(several: Ranks, rows: int) -> None:
+    """The sizes are such that messages take each of the ways through memory."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        shared = world._core.no_shm_reason is None and world._core.no_cma_reason is None
+        for dims, periods in (([world.size], True), ([world.size], False), ([1, world.size], [True, False])):
+            with world.cart(dims, periods) as grid:
+                number, expected = 2 * len(dims), arrivals(grid)
+                for turn in range(4):
+                    x = np.concatenate([block(grid.rank, k, rows) for k in range(number)]) + turn
+                    want = np.concatenate(
+                        [np.full((rows, 2), 7.0) if one is None else block(*one, rows) + turn for one in expected]
+                    )
+                    out = np.full_like(want, 7.0)
+                    mpicoll.neighbor_alltoall(x, out=out, comm=grid)
+                    np.testing.assert_array_equal(out, want)
+                    found = mpicoll.neighbor_alltoall(x, comm=grid)
+                    np.testing.assert_array_equal(found, np.where(want == 7.0, found, want))
+                    mine = block(grid.rank, turn, rows)
+                    want = np.concatenate(
+                        [np.full((rows, 2), 7.0) if one is None else block(one[0], turn, rows) for one in expected]
+                    )
+                    out = np.full_like(want, 7.0)
+                    mpicoll.neighbor_allgather(mine, out=out, comm=grid)
+                    np.testing.assert_array_equal(out, want)
+                if shared:
+                    assert is_repeated("neighbor_allgather", mine, out, grid)
+                    np.testing.assert_array_equal(out, want)
+                    assert not is_repeated("neighbor_allgather", out[:rows], out, grid)  # they overlap
+
+    several(body)
+
+
+def test_many_edges(ranks: Ranks) -> None:
+    """More than there is room for in the list of a slot."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        with world.graph([left] * 70 + [world.rank], [right] * 70 + [world.rank]) as graph:
+            for rows in (1, 300):
+                x = np.arange(71.0 * rows) + 1000 * world.rank
+                for _ in range(3):
+                    got = mpicoll.neighbor_alltoall(x, comm=graph)
+                    want = np.concatenate([x[: 70 * rows] - 1000 * world.rank + 1000 * left, x[70 * rows :]])
+                    np.testing.assert_array_equal(got, want)
+
+    ranks(body)
+
+
+@pytest.mark.extension
+def test_blocks_of_other_sizes(several: Ranks) -> None:
+    """Both the sender and the receiver raise the error, and the ranks remain synchronised."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        if world._core.no_shm_reason is not None or world._core.no_cma_reason is not None:
+            pytest.skip("messages go through the transport")
+        rank = world.rank
+        with world.graph([0] if rank == 1 else [], [1] if rank == 0 else []) as graph:
+            x, out = np.ones(3 if rank == 0 else 0), np.zeros(3 if rank == 1 else 0)
+            for turn in range(4):
+                if turn == 2 and rank == 0:
+                    with pytest.raises(mpicoll.TruncationError, match=r"rank 0 of .* sends rank 1 40 bytes"):
+                        mpicoll.neighbor_alltoall(np.ones(5), out=out, comm=graph)
+                elif turn == 2 and rank == 1:
+                    with pytest.raises(mpicoll.TruncationError, match=r"rank 1 of .* expects 24 bytes of rank 0"):
+                        mpicoll.neighbor_alltoall(x, out=out, comm=graph)
+                else:
+                    mpicoll.neighbor_alltoall(x, out=out, comm=graph)
+                    assert out.all()
+                out[...] = 0
+            assert mpicoll.allreduce(1, comm=graph) == world.size
+
+    several(body)
+
+
+@pytest.mark.extension
+def test_another_operation_after_repeated_ones(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size], periods=True) as ring:
+            x, out = np.ones(2), np.zeros(2)
+            for _ in range(4):
+                mpicoll.neighbor_alltoall(x, out=out, comm=ring)
+            with pytest.raises(mpicoll.MismatchError, match="neighbor_alltoall"):
+                mpicoll.barrier(comm=ring) if world.rank == 0 else mpicoll.neighbor_alltoall(x, out=out, comm=ring)
+
+    several(body)
+
+
+def test_programs_of_several_operations(several: Ranks) -> None:
+    """Random sequences, in which ranks run ahead of each other, on the same arrays."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        with world.cart([world.size], periods=True) as ring:
+            before, behind = ring.shift(0)
+            rng = np.random.default_rng(8)
+            for _ in range(150):
+                rows = int(rng.choice([1, 60, 2000]))
+                what = rng.integers(5)
+                x = np.arange(2.0 * rows) + world.rank
+                if what == 0:
+                    assert mpicoll.allreduce(1, comm=ring) == world.size
+                elif what == 1:
+                    assert mpicoll.bcast(np.full(rows, world.rank), 1, comm=ring)[-1] == 1
+                elif what == 2:
+                    got = mpicoll.neighbor_alltoall(x, comm=ring)
+                    want = np.concatenate([np.arange(rows, 2.0 * rows) + before, np.arange(1.0 * rows) + behind])
+                    np.testing.assert_array_equal(got, want)
+                elif what == 3:
+                    got = mpicoll.neighbor_allgather(x, comm=ring)
+                    np.testing.assert_array_equal(
+                        got, np.concatenate([x - world.rank + before, x - world.rank + behind])
+                    )
+                else:
+                    halo = np.full((rows + 2, 3), float(world.rank))
+                    mpicoll.exchange_halo(halo, out=halo, comm=ring)
+                    assert halo[0].tolist() == [before] * 3
+                    assert halo[-1].tolist() == [behind] * 3
+
+    several(body)
+
+
+@pytest.mark.extension
+def test_neighbour_that_fails() -> None:
+    """Its neighbours do not wait for it for ever."""
+    errors: dict[int, BaseException] = {}
+
+    def body() -> None:
+        world = mpicoll.world()
+        ring = world.cart([world.size], periods=True)
+        x, out = np.ones(2), np.zeros(2)
+        for _ in range(3):
+            mpicoll.neighbor_alltoall(x, out=out, comm=ring)
+        if world.rank == 0:
+            raise ValueError("lost")
+        try:
+            for _ in range(100):
+                mpicoll.neighbor_alltoall(x, out=out, comm=ring)
+        except mpicoll.RankFailed as error:
+            errors[world.rank] = error
+            raise
+
+    with pytest.raises(ValueError, match="lost"):
+        mpicoll.run_local(body, 4)
+    assert errors

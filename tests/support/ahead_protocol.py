@@ -34,19 +34,23 @@ OWN, COMMUNICATION, MISMATCHED = "its own error", "CommunicationError", "Mismatc
 
 class Call(NamedTuple):
     """An operation of one step. Without `to`, all ranks read the data of all; otherwise rank `root` sends to the others
-    ("others"), or they to it ("root"), or each rank to the higher ones ("higher"). Large data goes to one of two slots,
-    for steps of even and odd number."""
+    ("others"), or they to it ("root"), or each rank to the higher ones ("higher"), or to the next ones ("neighbours").
+    Large data goes to one of two slots, for steps of even and odd number; a message to one place for all steps, which
+    is read until the next step."""
 
     name: str
     to: str = ""
     root: int = 0
     large: bool = False
+    message: bool = False
 
     def sources(self, rank: int, size: int) -> tuple[int, ...]:
         """Return the ranks whose data a rank reads."""
         others = tuple(other for other in range(size) if other != rank)
         if self.to == "higher":
             return tuple(range(rank))
+        if self.to == "neighbours":
+            return tuple(other for other in others if abs(other - rank) == 1)
         sends = rank == self.root
         return {"": others, "others": () if sends else (self.root,), "root": others if sends else ()}[self.to]
 
@@ -101,7 +105,8 @@ class _Rank:
             sources = call.sources(self.rank, self.size)
             if call.large and self.rules.catches_up:
                 yield from self._wait(self.step)
-            slot = ("large", (self.step + 1) % 2) if call.large else self._slot(self.step + 1)
+            slot: Any = ("large", (self.step + 1) % 2) if call.large else self._slot(self.step + 1)
+            slot = "message" if call.message else slot
             yield Write(slot, number)
             if self.rules.bounded and self.step - self.seen >= self.rules.ahead:
                 yield from self._wait(self.step - self.rules.ahead // 2)

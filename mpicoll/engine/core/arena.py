@@ -20,6 +20,9 @@ from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError
 from mpicoll.transport.base import Memory, Transport
 
+MESSAGE_BYTES = 2 << 20
+"""Bytes of half of a rank's memory for messages of neighbours. The kernel allocates pages when they are first used."""
+
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
 has none on this rank."""
@@ -69,12 +72,14 @@ class Arena(Steps):
         self.results: tuple[Memory, ...] = tuple(whole[head + size * own :].reshape(2, SLOT_BYTES))
         if not transport.no_cma_reason:
             self.set_processes(transport.list_processes())
-        even, odd = (_get_address(one) for one in self.results)
-        self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
+        even, odd = (get_address(one) for one in self.results)
+        self.set_slots([get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
         self.threads = count_threads(transport)
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(self, transport)
+        # Memory of all ranks for the messages of neighbours, from the first one on.
+        self.message_memory: tuple[Memory, ...] = ()
         self._transport = transport
         self._descriptions = CallDescriptions(whole[flags:head], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
@@ -108,6 +113,14 @@ class Arena(Steps):
         if sum(row for (row,) in self.read_posted(1)) % ROW_MODULUS:
             self.raise_row_mismatch()
         return self.take_interrupt()
+
+    def share_message_memory(self, signature: int) -> tuple[Memory, ...]:
+        """Return the memory of all ranks for the messages of neighbours: two halves of MESSAGE_BYTES each. Collective
+        at first use, with the signature of the running operation."""
+        if not self.message_memory:
+            self.step_signature(signature)  # before messages that only ranks in this operation receive
+            self.message_memory = tuple(self._transport.share(2 * MESSAGE_BYTES))
+        return self.message_memory
 
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
@@ -250,5 +263,6 @@ class Arena(Steps):
         return f"rank {self.rank} of {self.size} (of this node)"
 
 
-def _get_address(memory: Memory) -> int:
+def get_address(memory: Memory) -> int:
+    """Return the address of `memory`."""
     return int(memory.__array_interface__["data"][0])

@@ -9,6 +9,7 @@ from support.interleavings import Violation
 ALL, BCAST, GATHER, SCAN = Call("all"), Call("bcast", "others"), Call("gather", "root"), Call("scan", "higher")
 OTHER_ROOT = Call("bcast from 1", "others", 1)
 LARGE = Call("large", large=True)
+EXCHANGE = [Call("messages", "neighbours", message=True), Call("last step", "neighbours")]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,20 @@ def test_two_ranks_that_are_interrupted() -> None:
 @pytest.mark.parametrize("calls", [[SCAN, BCAST], pytest.param([BCAST] * 2, marks=pytest.mark.long)], ids=str)
 def test_three_ranks_without_failures(calls: list[Call]) -> None:
     assert explore_ahead([calls] * 3).endings == {((None,) * (len(calls) + 1),) * 3}
+
+
+def test_neighbours() -> None:
+    """The last step of an exchange, in which a rank waits for its neighbours only, frees the memory of the messages."""
+    calls = [*EXCHANGE, EXCHANGE[0]]
+    assert explore_ahead([calls] * 2).endings == {((None,) * (len(calls) + 1),) * 2}
+    with pytest.raises(Violation, match=r"reads|unordered"):
+        explore_ahead([[EXCHANGE[0]] * 2] * 2)
+
+
+def test_neighbours_that_call_another_operation() -> None:
+    explore_ahead([[*EXCHANGE, ALL], [BCAST, ALL, ALL]], look=1)
+    for odd in range(3):
+        explore_ahead([[ALL if rank == odd else EXCHANGE[0], ALL] for rank in range(3)])
 
 
 @pytest.mark.parametrize("other", [ALL, LARGE, GATHER, SCAN, OTHER_ROOT], ids=lambda call: call.name)
