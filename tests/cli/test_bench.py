@@ -26,6 +26,7 @@ from mpicoll.cli.bench.cases import (
     MESSAGES,
     OPS,
     REDUCTIONS,
+    RING_CASES,
     ArrayKind,
     Case,
     Workload,
@@ -108,12 +109,18 @@ def results(workload: Workload, kind: ArrayKind, form: str = "", out: bool = Tru
         value = ready.call()
         if form == "i":
             value = value.wait()
-        return case, value
+        return case, ready.result if value is None else value
 
     return mpicoll.run_local(rank, workload.ranks)
 
 
-@pytest.mark.parametrize("collective", [one for one in COLLECTIVES if one != "barrier"])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        *(one for one in COLLECTIVES if one != "barrier"),
+        *(pytest.param(one, marks=pytest.mark.extension) for one in RING_CASES),
+    ],
+)
 def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> None:
     for size in (8, 1_000_000):
         found = results(Workload(collective, size, "float32", "sum", RANKS), "numpy")
@@ -342,6 +349,7 @@ def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
         ("send --against copy", "no peer of messages 'copy'; there are mpi4py, gloo"),
         ("send --plan", "bench messages: --plan is for sweep only"),
         ("overlap barrier", "a barrier has nothing to hide"),
+        ("overlap put", "put is measured on the host, and not by bench overhead or overlap"),
         ("overlap scan --like torch", "torch.distributed has no scan"),
         ("--json no/such/place.json", "--json no/such/place.json: there is no directory"),
         ("--plot picture.gif", "--plot picture.gif: must end in .png"),
@@ -409,6 +417,7 @@ OF_TWO = {
     "overhead": "overhead scatter barrier --sizes 8",
     "messages": f"{' '.join(MESSAGES)} --sizes 4k --blocks 2",
     "written inputs": "alltoall barrier --sizes 4k --against mpi4py --rewrite --blocks 2",
+    "ring": f"{' '.join(RING_CASES)} --sizes 4k --dtype int32 --blocks 2",
     "all algorithms": "reduce --sizes 8 --against none --algorithms all --blocks 2",
 }
 
@@ -484,6 +493,17 @@ def test_messages_of_two_ranks(of_two: OfTwo) -> None:
                 check_timed(one)
         assert not point["contestants"]["mpicoll"].get("takes")
     assert "torch_send, 2 ranks, float32 torch: median time" in of_two.printed["messages"]
+
+
+@waits_for_all
+@pytest.mark.slow
+def test_cases_of_a_ring(of_two: OfTwo) -> None:
+    points = of_two.found["ring"]["points"]
+    assert [(one["collective"], one["nbytes"]) for one in points] == [(name, 4096) for name in RING_CASES]
+    for point in points:
+        assert list(point["contestants"]) == ["mpicoll", "mpi4py"]
+        for one in point["contestants"].values():
+            check_timed(one)
 
 
 @waits_for_all

@@ -576,3 +576,26 @@ def test_fence_and_barrier(several: Ranks) -> None:
             window.fence()
 
     several(body)
+
+
+def test_rank_that_fails_with_a_lock() -> None:
+    """Ranks that wait for the lock do not wait until their timeout."""
+    errors: dict[int, BaseException] = {}
+
+    def body() -> None:
+        world = mpicoll.world()
+        window = mpicoll.Window(1)
+        if world.rank == 0:
+            window.lock(1).__enter__()
+            mpicoll.barrier()
+            raise ValueError("lost")
+        mpicoll.barrier()
+        try:
+            window.put(np.ones(1, "f4"), 1)
+        except mpicoll.RankFailed as error:
+            errors[world.rank] = error
+            raise
+
+    with pytest.raises(ValueError, match="lost"):
+        mpicoll.run_local(body, 3)
+    assert sorted(errors) == [1, 2]

@@ -19,7 +19,9 @@ _DESCRIPTION = """\
 Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
 
   mpicoll bench                     allreduce from 8 B to 64 MiB, beside mpi4py
-  mpicoll bench bcast alltoall      other collectives; all: all of them
+  mpicoll bench bcast alltoall      other collectives; all: all of them but those of the next line
+  mpicoll bench neighbor_alltoall neighbor_allgather exchange_halo put get accumulate
+                                    calls between the next ranks in a ring, with so many bytes for each
   mpicoll bench send sendrecv       messages: also isend, torch_send, torch_isend, dropin_send, batch and pipeline
   mpicoll bench overlap             how much of a collective is hidden behind computation
   mpicoll bench overhead            what each form of a call costs, and which are the slowest
@@ -36,6 +38,8 @@ rank writes its input before each call, for all contestants; the times include t
 
 A call of a message is a round trip between two ranks, in which the second one answers; sendrecv and batch
 (batch_isend_irecv) exchange at once. dropin_send is send of mpicoll.torch, pipeline that of mpicoll.parallel.PipeP2P.
+
+put, get and accumulate of mpi4py are between Lock and Unlock, and its exchange_halo is two calls of Sendrecv.
 
 busbw is as nccl-tests define it. "copy" is one copy of the buffer on every rank at once. gloo and nccl are timed apart
 from the others, at each size. The exit status is 1 if mpicoll gave a wrong result.

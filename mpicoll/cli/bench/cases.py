@@ -50,12 +50,18 @@ is batch_isend_irecv, ``pipeline`` is send of :class:`mpicoll.parallel.p2p.PipeP
 AT_ONCE = ("sendrecv", "batch")
 """Messages in both directions at once. All others go forth and back."""
 
+RING_CASES = ("neighbor_alltoall", "neighbor_allgather", "exchange_halo", "put", "get", "accumulate")
+"""Calls in which each rank communicates with the next ones of a ring."""
+
 DTYPES = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+
+_LAYERS = 6
+"""Layers of an array whose halo is exchanged, with that."""
 
 _OF_BLOCKS = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall")
 
@@ -72,7 +78,8 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`size` bytes, rounded to whole elements and equal blocks, of a collective among `ranks`."""
+    """`size` bytes, rounded to whole elements and equal blocks, of a collective among `ranks`. Of RING_CASES it is the
+    bytes for each neighbour."""
 
     collective: str
     size: int
@@ -103,11 +110,13 @@ class Workload:
     @property
     def in_place(self) -> bool:
         """True if input and output are one array, as with the peers."""
-        return self.collective == "bcast"
+        return self.collective in ("bcast", "exchange_halo")
 
     def operand_size(self, rank: int) -> int:
         """Return the number of elements that `rank` passes."""
         whole = self.collective in ("reduce_scatter", "alltoall") or (self.collective == "scatter" and rank == 0)
+        if self.collective in RING_CASES:
+            return self.rows * {"neighbor_alltoall": 2, "exchange_halo": _LAYERS}.get(self.collective, 1)
         return self.rows * (self.ranks if whole else 1)
 
     def result_size(self, rank: int) -> int:
@@ -116,6 +125,10 @@ class Workload:
             return 0
         if self.collective in MESSAGES and self.find_partner(rank) is None:
             return 0
+        if self.collective in RING_CASES:
+            return (
+                self.operand_size(rank) if self.in_place else self.rows * (1 + self.collective.startswith("neighbor"))
+            )
         return self.rows * (self.ranks if self.collective in ("allgather", "gather", "alltoall") else 1)
 
     def busbw(self, seconds: float) -> float:
@@ -160,12 +173,27 @@ class Workload:
             partner = self.find_partner(rank)
             if partner is not None:
                 yield 0, rows, 0, self.pattern(partner), np.zeros(1)
+        elif self.collective in RING_CASES:
+            yield from self._parts_of_ring(rank)
         elif self.collective in ("bcast", "scatter"):
             yield 0, rows, rank * rows if self.collective == "scatter" else 0, self.pattern(0), np.zeros(1)
         elif self.result_size(rank):
             for source in range(self.ranks if rows else 0):
                 offset = rank * rows if self.collective == "alltoall" else 0
                 yield source * rows, rows, offset, self.pattern(source), np.zeros(1)
+
+    def _parts_of_ring(self, rank: int) -> Iterator[Part]:
+        rows, exact = self.rows, np.zeros(1)
+        left, right = self.pattern((rank - 1) % self.ranks), self.pattern((rank + 1) % self.ranks)
+        if self.collective == "exchange_halo":
+            yield 0, rows, (_LAYERS - 2) * rows, left, exact
+            yield rows, (_LAYERS - 2) * rows, rows, self.pattern(rank), exact
+            yield (_LAYERS - 1) * rows, rows, rows, right, exact
+        elif self.collective.startswith("neighbor"):
+            yield 0, rows, rows if self.collective == "neighbor_alltoall" else 0, left, exact
+            yield rows, rows, 0, right, exact
+        else:
+            yield 0, rows, 0, right if self.collective == "get" else left, exact
 
     def _reduce_patterns(self, rank: int) -> tuple[Wide, Wide]:
         """Return the reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
@@ -273,7 +301,7 @@ class Case:
         """Fill the input with its pattern and the output with zeros."""
         if self.out is not None:
             self._fill(self.out, np.zeros(self.workload.result_size(self.rank)))
-        if not self.workload.in_place or self.rank == 0:
+        if self.workload.collective != "bcast" or self.rank == 0:
             self._fill(self.x, tile(self.workload.pattern(self.rank), 0, self.workload.operand_size(self.rank)))
 
     def rewrite(self) -> None:

@@ -13,7 +13,16 @@ from typing import Any, cast
 import mpicoll
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays, messages, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, MESSAGES, OPS, REDUCTIONS, ArrayKind, Workload
+from mpicoll.cli.bench.cases import (
+    COLLECTIVES,
+    DTYPES,
+    MESSAGES,
+    OPS,
+    REDUCTIONS,
+    RING_CASES,
+    ArrayKind,
+    Workload,
+)
 from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
@@ -27,6 +36,9 @@ PEERS = ("mpi4py", "gloo", "nccl", "copy")
 
 _WAYS = ("ipc", "nccl", "shm_flat", "shm_pipelined", "ring")
 """Default candidates on a device: one for each path that device memory can take."""
+
+_CASES = {"messages": ("message", MESSAGES)}
+"""What a kind of bench measures, and its names, where these are no collectives."""
 
 _SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
 """Default collectives of `bench overhead`."""
@@ -71,13 +83,16 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     kind = given["kind"]
     defaults = {"sweep": ("allreduce",), "messages": (), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
     collectives = COLLECTIVES if given["collectives"] == ["all"] else tuple(given["collectives"]) or defaults
-    if kind == "messages":
-        _check_known("message", collectives, MESSAGES)
-    else:
-        _check_known("collective", collectives, COLLECTIVES)
+    noun, cases = _CASES.get(kind, ("collective", (*COLLECTIVES, *RING_CASES)))
+    _check_known(noun, collectives, cases)
     _check_known("dtype", [given["dtype"]], DTYPES)
     _check_known("op", [given["op"]], OPS)
     array = device_arrays.select_library("bench", given["device"], given["array"], (given["dtype"],))
+    for name in sorted(set(collectives) & set(RING_CASES)):
+        if kind != "sweep" or array is not None:
+            raise ArgumentError(
+                f"bench: {name} is measured on the host, and not by bench overhead or overlap; leave it out"
+            )
     for option in ("like", "registered", "rewrite") if array is not None else ():
         if given[option] is not None:
             raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
@@ -169,7 +184,8 @@ def _algorithms(
 ) -> tuple[str, ...]:
     if text != "all":
         return tuple(canonical_name(name) for name in text.split(",")) if text else ()
-    names = dict.fromkeys(name for one in collectives for name in algorithms_of(one))
+    known = [one for one in collectives if one not in RING_CASES]
+    names = dict.fromkeys(name for one in known for name in algorithms_of(one))
     return tuple(name for name in names if array is not None or name not in DEVICE)
 
 

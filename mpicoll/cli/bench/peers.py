@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench import device_arrays
-from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, ArrayKind, Case, wide
+from mpicoll.cli.bench import device_arrays, ring_cases
+from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, RING_CASES, ArrayKind, Case, wide
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
 
@@ -79,6 +79,9 @@ def candidate(
 
     def prepare(case: Case) -> Ready:
         collective = case.workload.collective
+        if collective in RING_CASES:
+            _check_ring_case(case, plain=out and algorithm is None and not (counts or absent or strided), form=form)
+            return Ready(*ring_cases.prepare(case, start=form == "i"))
         function = getattr(mpicoll, f"i{collective}" if form == "i" else f"{collective}{form}")
         keywords: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
         arguments: tuple[Any, ...] = ()
@@ -108,6 +111,15 @@ def candidate(
     return Contestant(name, prepare, kind, ours=True)
 
 
+def _check_ring_case(case: Case, *, plain: bool, form: str) -> None:
+    """Raise Unavailable if the case has no call of this form."""
+    workload = case.workload
+    if not plain or form == "_init" or (form and workload.collective in ("put", "get", "accumulate")):
+        raise Unavailable(f"{workload.collective} has no such form")
+    if workload.collective == "accumulate" and workload.op != "sum":
+        raise Unavailable("accumulate is measured with sum")
+
+
 def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py") -> Contestant:
     """Return raw mpi4py on a duplicated communicator. Collective."""
     own = comm.mpi.Dup()
@@ -117,6 +129,11 @@ def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py") -> Cont
 
     def prepare(case: Case) -> Ready:
         collective, x, out = case.workload.collective, case.x, case.out
+        if collective in RING_CASES:
+            _check_ring_case(case, plain=True, form="")
+            if case.workload.dtype in ("float16", "bfloat16"):
+                raise Unavailable("some MPI libraries have no such dtype")
+            return Ready(*ring_cases.prepare_mpi4py(case, own))
         method = getattr(own, "Reduce_scatter_block" if collective == "reduce_scatter" else collective.capitalize())
         if collective == "barrier":
             return Ready(method)
@@ -266,7 +283,8 @@ def make_absent(name: str, kind: ArrayKind, why: str) -> Contestant:
 
 
 def close() -> None:
-    """Destroy the process groups. Collective."""
+    """Destroy the process groups, and what the cases have created. Collective."""
+    ring_cases.close()
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
