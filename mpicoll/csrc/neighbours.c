@@ -1,13 +1,13 @@
-/* Collectives of neighbours on a node: rounds in which each rank sends a message to each of its neighbours, and receives
- * one from each of them.
+/* Collectives of neighbours on a node: rounds in which each rank sends a message to each of its neighbours, and
+ * receives one from each of them.
  *
  * In a round a rank writes a list of its messages to its ring slot, and small ones behind it. Larger ones that are not
  * contiguous it packs into memory that the ranks share, of which rounds of even and odd numbers use one half each. For
- * the largest ones the list has the address in the private memory of the rank, from which the receiver reads. Then the rank ends a step in
- * which it waits for its neighbours only, and reads what is for it. A further step follows the last round: a rank that
- * has ended it knows that its neighbours have read its messages, and which of them have another size than the receiver
- * expects. So a rank needs to know nothing of the sizes of other ranks, and all ranks take the same number of steps: a
- * rank that has failed goes on to the last one, and the ranks stay synchronised.
+ * the largest ones the list has the address in the private memory of the rank, from which the receiver reads. Then the
+ * rank ends a step in which it waits for its neighbours only, and reads what is for it. A further step follows the last
+ * round: a rank that has ended it knows that its neighbours have read its messages, and which of them have another size
+ * than the receiver expects. So a rank needs to know nothing of the sizes of other ranks, and all ranks take the same
+ * number of steps: a rank that has failed goes on to the last one, and the ranks stay synchronised.
  *
  * Of the messages from one rank to another one in a round, the first in the list of the sender is the first one among
  * those of the receiver, and so on.
@@ -24,7 +24,7 @@
 
 enum {
     BOX_DIMENSIONS = 16,
-    COPIED_BYTES = 8 << 10, /* contiguous messages up to this size are copied twice: a read by the kernel takes longer */
+    COPIED_BYTES = 8 << 10, /* up to this size, to copy a contiguous message twice takes less than the kernel's read */
     ALIGNMENT = 8, /* of messages in a slot */
     UNLOCKED_BYTES = 64 << 10 /* from here on, copies take longer than to release the interpreter lock */
 };
@@ -206,7 +206,8 @@ static Entry place_message(const NeighbourCollective *one, const Box *box, const
 }
 
 /* Write the list of messages to a ring slot, and the messages to their places. */
-static void write_messages(const NeighbourCollective *one, const Round *round, int parity, const char *array, char *slot)
+static void write_messages(
+    const NeighbourCollective *one, const Round *round, int parity, const char *array, char *slot)
 {
     Head head = {.count = (uint64_t)round->send_count};
     Used used = {.slot = slot, .in_slot = sizeof head, .parity = parity};
@@ -252,7 +253,8 @@ static int find_message(const Steps *steps, const Message *message, const char *
 }
 
 /* Read a message, which has the expected size. Returns the number of the kernel's error. */
-static int read_message(NeighbourCollective *one, const Message *message, const Entry *entry, const char *slot, char *array)
+static int read_message(
+    NeighbourCollective *one, const Message *message, const Entry *entry, const char *slot, char *array)
 {
     const Steps *steps = one->base.steps;
     const Box *box = &message->box;
@@ -555,7 +557,8 @@ static int init_neighbour_collective(PyObject *self, PyObject *args, PyObject *k
     if (!PyArg_ParseTuple(args, "OskpnnO!O!n", &steps, &name, &signature, &in_place, &source_bytes, &target_bytes,
                           &PyTuple_Type, &rounds, &PyTuple_Type, &addresses, &half_bytes))
         return -1;
-    if (base->steps != NULL || source_bytes < 0 || target_bytes < 0 || half_bytes < 0 || strlen(name) >= sizeof one->name ||
+    if (base->steps != NULL || source_bytes < 0 || target_bytes < 0 || half_bytes < 0 ||
+        strlen(name) >= sizeof one->name ||
         (in_place && source_bytes != target_bytes) || !PyObject_HasAttrString(steps, "list_late_ranks") ||
         ((Steps *)steps)->processes == NULL || ((Steps *)steps)->slots == NULL) {
         PyErr_SetString(PyExc_ValueError, "NeighbourCollective: invalid arguments, or initialised twice");

@@ -251,7 +251,8 @@ static bool begin_access(WindowMemory *one, Operation operation, PyObject *rank,
 }
 
 /* Set where `count` elements lie. Returns false if the offset is invalid, or they are `memory` of this process. */
-static bool place_access(const WindowMemory *one, WindowAccess *access, PyObject *offset, size_t count, const char *memory)
+static bool place_access(
+    const WindowMemory *one, WindowAccess *access, PyObject *offset, size_t count, const char *memory)
 {
     const Target *target = access->target;
     const long long begin = PyLong_CheckExact(offset) ? PyLong_AsLongLong(offset) : -1;
@@ -362,7 +363,8 @@ static void combine(const WindowAccess *access, const char *from, char *before, 
         kernel(access->there, (const void *const[]){access->there, from}, 2, access->count);
 }
 
-static bool accumulate(WindowMemory *one, const WindowAccess *access, const char *from, char *before, ReduceKernel kernel)
+static bool accumulate(
+    WindowMemory *one, const WindowAccess *access, const char *from, char *before, ReduceKernel kernel)
 {
     References old;
     const int record = enter(one, access, TO_ACCUMULATE, &old);
@@ -457,8 +459,8 @@ static bool find_op(const WindowMemory *one, PyObject *name, ReduceKernel *kerne
 }
 
 /* Find all that x.accumulate(x, rank, op, offset) needs. Returns false if Python has to carry it out. */
-static bool find_accumulate(WindowMemory *one, Operation operation, PyObject *const *args, WindowAccess *access, Memory *x,
-                            Number *number, ReduceKernel *kernel)
+static bool find_accumulate(WindowMemory *one, Operation operation, PyObject *const *args, WindowAccess *access,
+                            Memory *x, Number *number, ReduceKernel *kernel)
 {
     return begin_access(one, operation, args[1], access) && find_op(one, args[2], kernel) &&
            find_input(one, args[0], x, number) && place_access(one, access, args[3], count_elements(x), x->data);
@@ -654,7 +656,8 @@ static PyObject *count_lock_bytes(PyObject *type, PyObject *argument)
     const long size = PyLong_AsLong(argument);
     if (size < 1 || size > MAX_RANKS) {
         if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "WindowMemory: there are windows of 1 to %d ranks, not %ld", MAX_RANKS, size);
+            PyErr_Format(
+                PyExc_ValueError, "WindowMemory: there are windows of 1 to %d ranks, not %ld", MAX_RANKS, size);
         return NULL;
     }
     return PyLong_FromSize_t(get_lock_bytes((int)size));

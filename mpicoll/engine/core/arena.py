@@ -17,10 +17,10 @@ from mpicoll.engine.core.threads import count_threads
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
-from mpicoll.errors import CommunicationError
+from mpicoll.errors import CommunicationError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
 
-MESSAGE_BYTES = 2 << 20
+MESSAGE_BYTES = 1 << 20
 """Bytes of half of a rank's memory for messages of neighbours. The kernel allocates pages when they are first used."""
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
@@ -72,14 +72,14 @@ class Arena(Steps):
         self.results: tuple[Memory, ...] = tuple(whole[head + size * own :].reshape(2, SLOT_BYTES))
         if not transport.no_cma_reason:
             self.set_processes(transport.list_processes())
-        even, odd = (get_address(one) for one in self.results)
-        self.set_slots([get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
+        even, odd = (_get_address(one) for one in self.results)
+        self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
         self.threads = count_threads(transport)
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(self, transport)
         # Memory of all ranks for the messages of neighbours, from the first one on.
-        self.message_memory: tuple[Memory, ...] = ()
+        self._message_memory: tuple[Memory, ...] | None = None
         self._transport = transport
         self._descriptions = CallDescriptions(whole[flags:head], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
@@ -114,13 +114,21 @@ class Arena(Steps):
             self.raise_row_mismatch()
         return self.take_interrupt()
 
-    def share_message_memory(self, signature: int) -> tuple[Memory, ...]:
-        """Return the memory of all ranks for the messages of neighbours: two halves of MESSAGE_BYTES each. Collective
-        at first use, with the signature of the running operation."""
-        if not self.message_memory:
+    def share_message_memory(self, signature: int) -> tuple[tuple[int, ...], int]:
+        """Return the addresses of the memory of all ranks for the messages of neighbours, and the bytes of each of its
+        two halves: none if a rank can't allocate them. Collective at first use, with the signature of the running
+        operation."""
+        if self._message_memory is None:
             self.step_signature(signature)  # before messages that only ranks in this operation receive
-            self.message_memory = tuple(self._transport.share(2 * MESSAGE_BYTES))
-        return self.message_memory
+            try:
+                self._message_memory = tuple(self._transport.share(2 * MESSAGE_BYTES))
+            except (RankFailed, Timeout):
+                raise  # not all ranks have taken part
+            except CommunicationError:
+                self._message_memory = ()
+        if not self._message_memory:
+            return (0,) * self.size, 0
+        return tuple(_get_address(one) for one in self._message_memory), MESSAGE_BYTES
 
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
@@ -263,6 +271,5 @@ class Arena(Steps):
         return f"rank {self.rank} of {self.size} (of this node)"
 
 
-def get_address(memory: Memory) -> int:
-    """Return the address of `memory`."""
+def _get_address(memory: Memory) -> int:
     return int(memory.__array_interface__["data"][0])

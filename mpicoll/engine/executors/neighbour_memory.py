@@ -80,14 +80,12 @@ class SharedExchange:
         available. Called by operations."""
         arena = self._comm.arena()
         if arena is not None and self._carrier is None:
-            # There is an arena, so there is the extension.
-            from mpicoll._shm import NeighbourCollective
-            from mpicoll.engine.core.arena import MESSAGE_BYTES, get_address
+            from mpicoll._shm import NeighbourCollective  # there is an arena, so there is the extension
 
             signature = self.call.sign() ^ _SIGN or 1
-            addresses = tuple(get_address(one) for one in arena.share_message_memory(signature))
+            addresses, half = arena.share_message_memory(signature)
             self._carrier = NeighbourCollective(
-                arena, self._name, signature, self.in_place, *self._nbytes, self._rounds, addresses, MESSAGE_BYTES
+                arena, self._name, signature, self.in_place, *self._nbytes, self._rounds, addresses, half
             )
         return self._carrier
 
