@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +104,7 @@ class Watchdog:
         peers.rank, peers.size, peers.fault_tolerant = network.rank, network.size, fault_tolerant
         self.reporter.job, self.reporter.folder = job, folder
         recorder.name_job(job)
-        self.abort.places = [one["place"] for one in addresses]
+        self.abort.places = [sys.intern(one["place"]) for one in addresses]  # few in many ranks
         self.deaths.observe_processes(addresses)
         if network.crash_fd is not None and not faulthandler.is_enabled():
             faulthandler.enable(file=network.crash_fd)

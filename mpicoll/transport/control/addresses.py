@@ -4,31 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.proc_files import read_file, read_link
 from mpicoll.transport.control.events import PeerExit
 from mpicoll.transport.control.interfaces import LOOPBACK, find_addresses
 from mpicoll.transport.control.process_status import describe_process
 
 
+class _Host(NamedTuple):
+    """The part that the addresses of all ranks of a host have in common."""
+
+    place: str
+    name: str
+    addresses: tuple[str, ...]
+
+
 class AddressBook:
-    """The addresses at which the ranks listen, as rank `rank` uses them. It is empty at first."""
+    """The addresses at which the ranks listen, as rank `rank` uses them. It is empty at first.
+
+    It has those of all ranks, as each may become the hub of any other: about 20 bytes for each rank, and more for each
+    host.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._entries: Sequence[dict[str, Any]] = ()
+        self._hosts: list[_Host] = []
+        self._host_of = array("I")  # of each rank, its index in _hosts
+        self._ports = array("H")
+        self._pids = array("Q")
+        self._inodes: dict[int, list[int]] = {}  # of ranks of this host
         self._own: set[str] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return bool(self._hosts)
 
     def set(self, entries: Sequence[dict[str, Any]]) -> None:
         """Set the result of :func:`describe_address` of each rank, by rank."""
-        self._entries = list(entries)
-        if not all(self.is_local(rank) for rank in range(len(self._entries))):
+        numbers: dict[_Host, int] = {}
+        place = entries[self._rank]["place"]
+        for rank, entry in enumerate(entries):
+            host = _Host(entry["place"], entry["host"], tuple(entry["addresses"]))
+            self._host_of.append(numbers.setdefault(host, len(numbers)))
+            self._ports.append(entry["port"])
+            self._pids.append(entry["pid"])
+            if host.place == place:
+                self._inodes[rank] = list(entry.get("inodes", ()))
+        self._hosts = list(numbers)
+        if any(host.place != place for host in self._hosts):
             self._own = {one.address for one in find_addresses()}
+
+    def _host(self, rank: int) -> _Host:
+        return self._hosts[self._host_of[rank]]
 
     def addresses_of(self, rank: int) -> list[str]:
         """Return the IP addresses at which this rank may reach `rank`.
@@ -39,34 +69,39 @@ class AddressBook:
         """
         if self.is_local(rank):
             return [LOOPBACK]
-        addresses = list(self._entries[rank]["addresses"])
+        addresses = list(self._host(rank).addresses)
         return [address for address in addresses if address not in self._own] or addresses
 
     def describe_paths(self, ranks: Sequence[int]) -> str:
         """Return where the first ones of `ranks` on other hosts listen, and what selects that, for messages."""
-        own, other = self._entries[self._rank]["host"], [rank for rank in ranks if not self.is_local(rank)][:3]
+        own, other = self._host(self._rank).name, [rank for rank in ranks if not self.is_local(rank)][:3]
         paths = [
-            f"{own} to {self._entries[rank]['host']} at {', '.join(self.addresses_of(rank)) or 'no address'}"
+            f"{own} to {self._host(rank).name} at {', '.join(self.addresses_of(rank)) or 'no address'}"
             for rank in other
         ]
         return f"; MPICOLL_INTERFACE selects the interface ({'; '.join(paths)})" if paths else ""
 
     def is_local(self, rank: int) -> bool:
         """Return True if `rank` is on the host of this rank."""
-        return bool(self._entries[rank]["place"] == self._entries[self._rank]["place"])
+        return rank in self._inodes
+
+    def share_host(self, rank: int, other: int) -> bool:
+        """Return True if two ranks are on the same host."""
+        return self._host(rank).place == self._host(other).place
 
     def port(self, rank: int) -> int:
         """Return the port at which `rank` listens."""
-        return int(self._entries[rank]["port"])
+        return self._ports[rank]
 
     def inodes(self, rank: int) -> list[int]:
-        """Return the inodes of the sockets at which `rank` listens."""
-        return list(self._entries[rank]["inodes"])
+        """Return the inodes of the sockets at which `rank`, of this host, listens."""
+        return self._inodes[rank]
 
     def exit_of(self, rank: int, why: str, crash_output: str = "") -> PeerExit:
         """Return the event of the exit of `rank`."""
-        entry = self._entries[rank] if self._entries else {}
-        return PeerExit(rank, why, crash_output, int(entry.get("pid", 0)), str(entry.get("host", "")))
+        if not self:
+            return PeerExit(rank, why, crash_output, 0, "")
+        return PeerExit(rank, why, crash_output, self._pids[rank], self._host(rank).name)
 
 
 def describe_address(port: int, addresses: Sequence[str]) -> dict[str, Any]:
