@@ -1,11 +1,12 @@
 """What the control network of a large job costs, measured on one machine: the constants of docs/scale.md.
 
-    python ci/scale.py                       # jobs of 16, 64, 256, 512 and 1000 ranks
-    python ci/scale.py --ranks 2000
+    python ci/scale.py                       # stars of 16, 64, 256, 512 and 1000 ranks
+    python ci/scale.py --ranks 2000 --shapes star,tree/32
 
-The hub and its clients are control networks of this process, polled by two threads. For each number of ranks it prints
-the processor seconds of the hub's thread until all ranks are connected, and until all know of a death; and of the
-addresses that each rank has of all ranks the bytes on the wire, the bytes of memory and the seconds to read them.
+The ranks are control networks of this process, polled by two threads, of which one is that of rank 0: the hub of a
+star, the root of a tree. For each number of ranks it prints the processor seconds of that thread until all ranks are
+connected and it has a message of each, and until all know of a death; and of the addresses that each rank receives of
+all ranks the bytes on the wire, the bytes of memory and the seconds to read them, and the bytes that it keeps of them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import json
 import threading
 import time
 import tracemalloc
+from itertools import product
 from typing import Any
 
-from mpicoll.transport.control.events import PeerExit
+from mpicoll.transport.control import timing
+from mpicoll.transport.control.addresses import AddressBook
+from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 from mpicoll.transport.control.sockets import allow_descriptors
 
 LIMIT = 100.0
 """Seconds that each part may take."""
+
+_PER_HOST = 64
+"""Ranks of a host, in the measurement of addresses."""
 
 _DESCRIPTORS = 8
 """Descriptors of one rank, and more."""
@@ -38,10 +45,14 @@ def measure_addresses(ranks: int, address: dict[str, Any]) -> str:
     tracemalloc.start()
     kept = [json.loads(text) for text in texts]
     held = tracemalloc.get_traced_memory()[0]
+    book = AddressBook(0)
+    book.set([one | {"place": f"host {rank // _PER_HOST}"} for rank, one in enumerate(kept)])
+    del kept
+    in_book = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(kept) == ranks
+    assert book
     return (
-        f"{sum(map(len, texts)) / ranks:.0f} bytes, {held / ranks:.0f} bytes of memory,"
+        f"{sum(map(len, texts)) / ranks:.0f} bytes, {held / ranks:.0f} bytes of memory, {in_book / ranks:.0f} kept,"
         f" {seconds / ranks * 1e6:.1f} us for each rank"
     )
 
@@ -53,12 +64,13 @@ class Hub:
         self._network = network
         self._is_over = False
         self.seconds = 0.0
+        self.messages = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._is_over:
-            self._network.poll(0.05)
+            self.messages += sum(isinstance(event, Message) for event in self._network.poll(0.05))
             self.seconds = time.thread_time()
 
     def end(self) -> None:
@@ -68,10 +80,12 @@ class Hub:
         self._thread.join()
 
 
-def measure_network(ranks: int) -> tuple[float, float, dict[str, Any]]:
+def measure_network(ranks: int, shape: str) -> tuple[float, float, dict[str, Any]]:
     """Return the hub's processor seconds until all are connected, those of a death's notice, and an address."""
     allow_descriptors(_DESCRIPTORS * ranks)
-    networks = [ControlNetwork(rank, ranks, bytes(16), listen_at=["127.0.0.1"]) for rank in range(ranks)]
+    # A probe reads the table of all sockets of its host: here of those of all ranks.
+    timing.PROBE_AFTER = LIMIT
+    networks = [ControlNetwork(rank, ranks, bytes(16), listen_at=["127.0.0.1"], shape=shape) for rank in range(ranks)]
     addresses = [one.address for one in networks]
     for one in networks:
         one.connect(addresses)
@@ -81,20 +95,19 @@ def measure_network(ranks: int) -> tuple[float, float, dict[str, Any]]:
         # The message of a rank is delivered when its connection is made.
         for one in networks[1:]:
             one.send({}, to=0)
-        waiting = networks[1:]
-        while waiting:
+        while hub.messages < ranks - 1:
             if time.monotonic() > until:
-                raise SystemExit(f"{len(waiting)} of {ranks} ranks are not connected after {LIMIT:g} s")
-            for one in waiting:
+                raise SystemExit(f"{ranks - 1 - hub.messages} of {ranks} ranks are not connected after {LIMIT:g} s")
+            for one in networks[1:]:
                 one.poll(0)
-            waiting = [one for one in waiting if not one.flush(0)]
         connected = hub.seconds
         networks[-1].close()
         waiting = networks[1:-1]
         while waiting:
             if time.monotonic() > until:
                 raise SystemExit(f"{len(waiting)} of {ranks} ranks do not know of a death after {LIMIT:g} s")
-            waiting = [one for one in waiting if not any(isinstance(event, PeerExit) for event in one.poll(0))]
+            told = {one for one in networks[1:-1] if any(isinstance(event, PeerExit) for event in one.poll(0))}
+            waiting = [one for one in waiting if one not in told]
         time.sleep(0.1)
         return connected, hub.seconds - connected, addresses[0]
     finally:
@@ -107,10 +120,13 @@ def main() -> None:
     """Measure what the arguments state."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="16,64,256,512,1000", help="numbers of ranks (16,64,256,512,1000)")
-    for ranks in map(int, parser.parse_args().ranks.split(",")):
-        connected, died, address = measure_network(ranks)
+    parser.add_argument("--shapes", default="star", help="shapes of the control network, such as star,tree/32 (star)")
+    arguments = parser.parse_args()
+    for ranks, shape in product(map(int, arguments.ranks.split(",")), arguments.shapes.split(",")):
+        connected, died, address = measure_network(ranks, shape)
         print(
-            f"{ranks:6d} ranks  hub: connected {connected * 1e3:.1f} ms ({connected / ranks * 1e6:.0f} us a rank),"
+            f"{ranks:6d} ranks, {shape:7s}  rank 0:"
+            f" connected {connected * 1e3:.1f} ms ({connected / ranks * 1e6:.0f} us a rank),"
             f" a death {died * 1e3:.1f} ms ({died / ranks * 1e6:.0f} us a rank);"
             f" addresses: {measure_addresses(ranks, address)}",
             flush=True,

@@ -43,6 +43,11 @@ class Config(NamedTuple):
         equal on all ranks; several words are separated by commas. ``off`` or ``0``: between nodes, do not even
         compare the first 64 collectives of a communicator and then 64 at once. If one rank sets it, it applies to
         all ranks. If it is not set, ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
+    ``MPICOLL_CONTROL_NETWORK`` (``auto``)
+        the shape of the network that detects deaths: ``star``; ``tree``: the ranks of each host are connected to the
+        lowest of them, and those to rank 0; ``tree/N``: the same with groups of N consecutive ranks; ``auto``: a tree
+        in jobs of more than 4,096 ranks, or than rank 0 may have connections (``ulimit -Hn``). The value of rank 0
+        applies to all ranks
     ``MPICOLL_CUDA_AWARE`` (``auto``)
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
@@ -85,6 +90,7 @@ class Config(NamedTuple):
 
     algorithms: str = ""
     check: tuple[str, ...] = ()
+    control_network: str = "auto"
     cuda_aware: str = "auto"
     interface: tuple[str, ...] = ()
     outage: float = 7.0
@@ -113,6 +119,7 @@ class Config(NamedTuple):
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
             check=_parse_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
+            control_network=_parse_shape(environ.get("MPICOLL_CONTROL_NETWORK", "auto")),
             cuda_aware=_parse_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
             interface=_parse_interfaces(environ.get("MPICOLL_INTERFACE", "")),
             outage=_read_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
@@ -153,6 +160,15 @@ def _parse_checks(text: str, debug: str) -> tuple[str, ...]:
     if not set(words) <= set(CHECKS):
         raise SetupError(f"MPICOLL_CHECK={text!r}: must be 0, 1, or some of {', '.join(CHECKS)}")
     return tuple(word for word in CHECKS if word in words or word == "calls")
+
+
+def _parse_shape(text: str) -> str:
+    """MPICOLL_CONTROL_NETWORK: ``auto``, ``star``, ``tree``, or ``tree/N``."""
+    kind, slash, each = text.strip().partition("/")
+    is_valid = kind == "tree" and each.isdecimal() and int(each) > 0 if slash else kind in ("auto", "star", "tree")
+    if not is_valid:
+        raise SetupError(f"MPICOLL_CONTROL_NETWORK={text!r}: must be auto, star, tree, or tree/N with a number N > 0")
+    return text.strip()
 
 
 def _parse_threads(text: str) -> int | Literal["auto"]:

@@ -35,6 +35,19 @@ def test_malformed_transport(value: str) -> None:
     assert str(caught.value) == f"MPICOLL_TRANSPORT={value!r}: must be auto, mpi or local"
 
 
+@pytest.mark.parametrize("shape", ["auto", "star", "tree", "tree/2", " tree "])
+def test_shapes_of_the_control_network(shape: str) -> None:
+    assert Config.read({"MPICOLL_CONTROL_NETWORK": shape}).control_network == shape.strip()
+
+
+@pytest.mark.parametrize("value", ["", "ring", "star/2", "tree/", "tree/0", "tree/-1", "tree/two", "tree/2/2"])
+def test_malformed_shape(value: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        Config.read({"MPICOLL_CONTROL_NETWORK": value})
+    problem = "must be auto, star, tree, or tree/N with a number N > 0"
+    assert str(caught.value) == f"MPICOLL_CONTROL_NETWORK={value!r}: {problem}"
+
+
 @pytest.mark.parametrize("name", ["MPICOLL_TIMEOUT", "MPICOLL_STUCK_AFTER"])
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "inf", "nan", "1s", "-inf"])
 def test_malformed_seconds(value: str, name: str) -> None:

@@ -217,7 +217,14 @@ def _connect(
         listen_at = AddressChoice(transport.rank, hosts, exchange).choose()
         if selected and not listen_at:
             listen_at = [LOOPBACK, *(one.address for one in selected)]
-    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, listen_at=listen_at)
+    line = ControlNetwork(
+        transport.rank,
+        transport.size,
+        bytes.fromhex(secret),
+        config().outage,
+        listen_at=listen_at,
+        shape=config().control_network,
+    )
     address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
     addresses = exchange(address)
     line.connect(addresses)

@@ -36,8 +36,10 @@ class Clock:
 class Star:
     """The ranks of a job, each with a thread that drives it."""
 
-    def __init__(self, size: int, tokens: dict[int, bytes], clock: Callable[[], float]) -> None:
-        self.lines = [ControlNetwork(rank, size, tokens.get(rank, TOKEN), clock=clock) for rank in range(size)]
+    def __init__(self, size: int, tokens: dict[int, bytes], clock: Callable[[], float], shape: str = "star") -> None:
+        self.lines = [
+            ControlNetwork(rank, size, tokens.get(rank, TOKEN), clock=clock, shape=shape) for rank in range(size)
+        ]
         self.heard: list[list[Message | PeerExit]] = [[] for _ in range(size)]
         self.over = [False] * size
         self.threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(size)]

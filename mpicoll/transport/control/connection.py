@@ -63,8 +63,8 @@ class Connection:
     a frame with a wrong tag is not taken for a forgery at once. The connection is then `corrupt`: what follows is
     collected as crash output, and no packet is received any more.
 
-    `role` is "stranger" or "client" for an accepted connection, "attempt", "hub" or "probe" for one that this rank
-    has made. A connection adds itself to `changed` when there is something that :meth:`write` may send.
+    `role` is "stranger", "waiting" or "client" for an accepted connection, "attempt", "hub" or "probe" for one that
+    this rank has made. A connection adds itself to `changed` when there is something that :meth:`write` may send.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class Connection:
         self.address = address
         self.connecting = False
         self.has_reported = False  # the peer has reported all exits that it had seen when the connection was made
+        self.has_reported_all = False  # and those that all other ranks had seen
+        self.deferred: list[Packet] = []  # while it waits to be that of a client
         self.nonce = os.urandom(16).hex()
         self.error: int | None = None
         self.events = 0  # for which the selector waits
@@ -237,7 +239,7 @@ class Connection:
 
     @property
     def _is_proven(self) -> bool:
-        return self.role in ("client", "hub")
+        return self.role in ("client", "waiting", "hub")
 
     def _has_right_tag(self, frame: bytes, kind: bytes) -> bool:
         header, tag, payload = frame[: _HEADER.size], frame[_HEADER.size : _PREFIX], frame[_PREFIX:]

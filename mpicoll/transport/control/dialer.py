@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
@@ -57,15 +57,21 @@ class Dialer:
         for rank, probes in self._probes.items():
             self._probe_times.set(rank, probes.next_time)
 
+    def probe_too(self, rank: int, now: float) -> None:
+        """Probe the port of `rank` too, if it has not connected after a while."""
+        due, pause = now + timing.PROBE_AFTER, timing.PROBE_AFTER
+        self._probes[rank] = Attempts(self._addresses.addresses_of(rank), due, pause, longest=10.0)
+        self._probe_times.set(rank, due)
+
     def stop_probing(self, rank: int) -> None:
         """Probe the port of `rank` no more."""
         self._probes.pop(rank, None)
         self._probe_times.remove(rank)
 
-    def begin_due(self, now: float, outage: float, *, all_have_started: bool) -> list[Connection]:
+    def begin_due(self, now: float, outage: float, has_had_time: Callable[[int], bool]) -> list[Connection]:
         """Begin the attempts and probes that are due. Returns those that have failed at once.
 
-        `all_have_started` is True if all ranks have had time to start. Otherwise only ranks of this host are probed:
+        `has_had_time` returns True if a rank has had time to start. Otherwise it is probed only if it is of this host:
         for others a missing answer would prove nothing.
         """
         begun: list[Connection] = []
@@ -77,7 +83,7 @@ class Dialer:
             for address in due:
                 probes.postpone(address, now)
             self._probe_times.set(rank, probes.next_time)
-            if due and (self._addresses.is_local(rank) or all_have_started):
+            if due and (self._addresses.is_local(rank) or has_had_time(rank)):
                 probes.discard_failures()
                 for address in due:
                     begun += self._begin(rank, address, "probe", now, outage)

@@ -38,6 +38,7 @@ from mpicoll.transport.control.handshake import Handshake
 from mpicoll.transport.control.links import Links
 from mpicoll.transport.control.listener import Listener
 from mpicoll.transport.control.membership import Membership
+from mpicoll.transport.control.routing import Router
 from mpicoll.transport.control.sockets import (
     allow_descriptors,
     is_connected,
@@ -82,18 +83,25 @@ class Endpoint:
         self.farewells = Farewells(rank)
         self.listener = Listener(rank, size, selector, addresses)
         self._links = Links(selector)
+        self._router = Router(self.members, self._links)
         self._handshake = Handshake(rank, size, token)
         self._addresses = AddressBook(rank)
         self._crash_descriptor = crash_descriptor
         self._now = clock
         self._dialer = Dialer(rank, self._addresses, self._links)
-        self._missing: set[int] = set()  # on the hub: the living ranks that are not connected
+        self._missing: set[int] = set()  # the children that are not connected
+        self._waiting: dict[Connection, None] = {}  # of ranks that can't be clients yet
+        self._owes_report = False  # the hub is to know when all children have reported
+        self._to_tell: dict[Connection, None] = {}  # clients to be told when all ranks have reported
         self._log_missing_at = float("inf")
         self._check_silence_at = float("inf")
 
-    def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Set the addresses of all ranks, and begin to connect."""
+    def connect(self, addresses: Sequence[dict[str, Any]], groups: Sequence[int]) -> None:
+        """Set the addresses of all ranks, and begin to connect: as a tree if there are `groups`, by rank."""
         self._addresses.set(addresses)
+        if groups:
+            self.members.set_groups(groups)
+        self.members.resigned = self.members.leaving and not self.members.is_tree
         self.outage = float(addresses[0]["outage"])
         self._log_missing_at = self._now() + timing.LOG_MISSING_AFTER
         self._elect()
@@ -113,15 +121,27 @@ class Endpoint:
             packet = self.outbox.popleft()
             if packet[0] == FAREWELL:
                 self._leave(packet)
-            elif self.members.is_hub:
-                self._forward(packet)
             else:
-                self._links.send_to_hub(packet)
+                self._router.send(packet)
+        if self._waiting:
+            self._admit_waiting()
+        if self._owes_report or self._to_tell:
+            self._report_completeness()
         self._links.write()
-        if not (self._missing and self.members.is_hub and not self.members.leaving):
+        if self._may_confirm_farewells():
             # If this process died before all others have the farewell, the leaving rank would seem to have died too.
-            self.farewells.confirm([one for one in self._links.unwritten if one.role == "client"])
+            roles = ("client", "hub") if self.members.is_tree else ("client",)
+            self.farewells.confirm([one for one in self._links.unwritten if one.role in roles])
             self._links.write()
+
+    def _may_confirm_farewells(self) -> bool:
+        """Return True if a farewell that has been sent on all connections is safe."""
+        members = self.members
+        if not members.is_tree:
+            return not (self._missing and members.is_hub and not members.leaving)
+        if not members.resigned and (self._missing or not members.leads):
+            return False
+        return members.is_hub or self._links.hub is not None
 
     def needs_turn(self) -> bool:
         """Return True if the thread that waits with the selector has to take account of what was sent."""
@@ -140,11 +160,24 @@ class Endpoint:
     def _leave(self, farewell: Packet) -> None:
         """Send the farewell to the hub, or as the hub to its clients.
 
+        The leader of a group sends it to the root first, and to its group when the root has received it. Then no packet
+        comes to the group through this rank any more, and all that have come are on their way before the farewell.
+        """
+        self.members.leaving = True
+        if self.members.is_tree and self.members.leads and not self.members.is_hub:
+            if self._links.hub is not None:
+                self._links.hub.enqueue([farewell])
+        elif self.members.hub >= 0:
+            self._resign(farewell)
+
+    def _resign(self, farewell: Packet) -> None:
+        """Send the farewell on all connections, and be hub no more.
+
         One receiver is enough: it forwards the farewell to ranks that connect to it, or to the next hub if it
         leaves as well. A hub without clients connects to the next rank, also to a higher one: that one may
         leave as well, and each then sends the other its farewell; the higher one continues.
         """
-        self.members.leaving = True
+        self.members.resigned = True
         for one in self._links.established():
             one.enqueue([farewell])
         self.farewells.reached_higher_rank = any(
@@ -152,13 +185,6 @@ class Endpoint:
         )
         if self.members.is_hub and not self.farewells.reached_higher_rank:
             self._elect()
-
-    def _forward(self, packet: Packet) -> None:
-        """Send `packet` to all its destinations except its source."""
-        _, source, dest, _ = packet
-        for rank in range(self.size) if dest == ALL else (dest,):
-            if rank not in (self.rank, source) and rank not in self.members.exits:
-                self._links.send_to_client(rank, packet)
 
     # --- time
 
@@ -181,7 +207,7 @@ class Endpoint:
         for suspect in list(self.members.suspects.values()):
             if self.members.expiry(suspect) <= now:
                 self._declare(suspect.exit)
-        for one in self._dialer.begin_due(now, self.outage, all_have_started=self.members.had_another_hub):
+        for one in self._dialer.begin_due(now, self.outage, self.members.has_had_time):
             self._handle_end(one)
         if self._check_silence_at <= now:
             self._check_silence_at = float("inf")
@@ -197,7 +223,7 @@ class Endpoint:
         # What arrived in time counts, also if this process is late to handle it.
         if not one.connecting:
             self._serve_connection(one, selectors.EVENT_READ)
-        has_proved = one.rank >= 0 if one.role == "stranger" else one.role in ("client", "hub")
+        has_proved = one.rank >= 0 if one.role == "stranger" else one.role in ("client", "waiting", "hub")
         if one.sock.fileno() < 0 or (has_proved and not one.corrupt):
             return
         if one.connecting and is_connected(one.sock):
@@ -212,11 +238,29 @@ class Endpoint:
             self._handle_end(one)
 
     def _have_all_reported(self) -> bool:
-        """Return True if all living ranks have reported to this hub the exits that they had seen."""
+        """Return True if all living ranks have reported to this hub, or to the root, the exits that they had seen."""
+        hub = self._links.hub
+        return self._have_children_reported() and (
+            self.members.is_hub or not self.members.is_tree or (hub is not None and hub.has_reported_all)
+        )
+
+    def _have_children_reported(self) -> bool:
         clients = self._links.clients
         return not self._missing and all(
             client.has_reported for rank, client in clients.items() if self.members.is_alive(rank)
         )
+
+    def _report_completeness(self) -> None:
+        """Tell the hub, and as the root the leaders, when all ranks below have reported."""
+        if not self._have_children_reported():
+            return
+        if self._owes_report and self._links.hub is not None:
+            self._owes_report = False
+            self._links.hub.enqueue([(REPORTED, self.rank, self._links.hub.rank, b"{}")])
+        if self.members.is_hub:
+            for one in self._to_tell:
+                one.enqueue([(REPORTED, self.rank, one.rank, encode({"all": True}))])
+            self._to_tell.clear()
 
     def _check_silence(self) -> None:
         """Find hosts that have been silent for too long and owe an acknowledgement.
@@ -236,8 +280,8 @@ class Endpoint:
     def _log_missing(self) -> None:
         if self.farewells.own is not None:
             return
-        to_hub = [] if self._links.hub else [self.members.hub]
-        missing = sorted(self._missing) if self.members.is_hub else to_hub
+        to_hub = [] if self._links.hub or self.members.is_hub else [self.members.hub]
+        missing = sorted({*self._missing, *to_hub})
         if missing:
             log = get_logger().warning if self.members.is_hub else get_logger().info
             log(
@@ -269,16 +313,34 @@ class Endpoint:
 
     def _expects_connections(self) -> bool:
         """Return True if ranks may be about to connect: to the hub, or to a rank that may become the hub."""
-        if not self.members.is_hub:
-            return self._links.hub is None
-        return bool(self._missing)
+        return bool(self._missing) or (not self.members.is_hub and self._links.hub is None)
 
     def _update_missing(self, rank: int) -> None:
         """Take account of a change of `rank`, or of its connection to this hub."""
-        if self.members.is_hub and self.members.is_alive(rank) and rank not in self._links.clients:
+        if self.members.is_child(rank) and rank not in self._links.clients:
             self._missing.add(rank)
         else:
             self._missing.discard(rank)
+
+    def _leader_of_others(self, rank: int) -> int | None:
+        """Return the leader of another group, that of `rank`; None in the own group."""
+        return None if self.members.is_in_group(rank) else self.members.leader_of(rank)
+
+    def _update_leader(self, rank: int, before: int | None) -> None:
+        """Take account of a change of `rank`, whose group had the leader `before`: expect the leader that follows, and
+        send it what waits for the one before."""
+        after = self._leader_of_others(rank)
+        if after == before:
+            return
+        if before is not None:
+            self._update_missing(before)
+            for packet in self._links.take_for_client(before):
+                if after is not None and packet[2] != before:
+                    self._links.send_to_client(after, packet)
+        if after is not None:
+            self._update_missing(after)
+            if after in self._missing:
+                self._dialer.probe_too(after, self._now())
 
     def _serve_connection(self, one: Connection, mask: int) -> None:
         if one.sock.fileno() < 0:
@@ -305,7 +367,7 @@ class Endpoint:
 
     def _close_violated(self, one: Connection, violation: ProtocolViolation) -> None:
         """Close a connection whose peer has violated the protocol."""
-        log = get_logger().warning if one.role in ("client", "hub") else get_logger().debug
+        log = get_logger().warning if one.role in ("client", "waiting", "hub") else get_logger().debug
         log("rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
         one.error = errno.EPROTO
         self._handle_end(one)
@@ -320,6 +382,8 @@ class Endpoint:
         """Close a connection."""
         self.farewells.drop(one)
         self._links.drop(one)
+        self._waiting.pop(one, None)
+        self._to_tell.pop(one, None)
         if one.role == "client":
             self._update_missing(one.rank)
         if self._crash_descriptor is not None and one is self._crash_descriptor.connection:
@@ -339,21 +403,47 @@ class Endpoint:
         outcome = self._dialer.record_end(one, self._now())
         # Before all ranks have had time to start, only a closed port of this host is evidence of a death.
         if outcome is not None and (
-            self.members.had_another_hub or (outcome == "closed" and self._addresses.is_local(one.rank))
+            self.members.has_had_time(one.rank) or (outcome == "closed" and self._addresses.is_local(one.rank))
         ):
+            self._suspect_host(one.rank, outcome)
             self._suspect(self._addresses.exit_of(one.rank, outcome), certain=False)
         elif one.role == "hub" and established:
             self._handle_hub_end(one, why)
         elif one.role == "client" and established and one.rank not in self.members.exits and not self.members.leaving:
+            if not self.members.is_in_group(one.rank):
+                for packet in one.queue:
+                    if packet[0] in (MESSAGE, EXITED, FAREWELL):
+                        self._links.send_to_client(one.rank, packet)  # which the next leader of its group will be sent
             self._declare(self._addresses.exit_of(one.rank, why, one.crash_text()))
+            for rank in self._on_lost_host(one.rank, why):
+                self._declare(self._addresses.exit_of(rank, why))
+
+    def _on_lost_host(self, rank: int, why: str) -> list[int]:
+        """Return the ranks of a tree that are unreachable too if `rank` is: those of its group on its host."""
+        if why != "unreachable" or self.members.is_in_group(rank):
+            return []
+        return [
+            one
+            for one in self.members.group_of(rank)
+            if one != rank
+            and self.members.is_alive(one)
+            and one not in self._links.clients
+            and self._addresses.share_host(one, rank)
+        ]
+
+    def _suspect_host(self, rank: int, why: str) -> None:
+        """Suspect the ranks on the host of `rank` if that is unreachable."""
+        for one in self._on_lost_host(rank, why):
+            self.members.suspect(self._addresses.exit_of(one, why), self._now(), certain=False)
 
     def _handle_hub_end(self, one: Connection, why: str) -> None:
-        self._links.recover_messages(one)
+        self._links.recover_messages(one, outward=not self.members.is_in_group(one.rank))
         if self.farewells.is_forwarded:
             return
         if one.rank in self.members.exits:
             self._elect()
         else:
+            self._suspect_host(one.rank, why)
             # A hub that had reported its exits to this rank would not have ended before its farewell had arrived.
             self._suspect(self._addresses.exit_of(one.rank, why, one.crash_text()), certain=one.has_reported)
 
@@ -368,25 +458,31 @@ class Endpoint:
 
     def _suspect(self, gone: PeerExit, *, certain: bool) -> None:
         """Handle a rank that seems to have died. Other ranks may have its farewell unless its death is `certain`."""
+        leader = self._leader_of_others(gone.rank)
         if self.members.suspect(gone, self._now(), certain=certain):
             self._declare(gone)
         else:
             self._update_missing(gone.rank)
+            self._update_leader(gone.rank, leader)
             self._elect()
 
     def _declare(self, gone: PeerExit, reporter: Connection | None = None) -> None:
         """Report once that a rank is gone, here and to the other ranks."""
+        leader = self._leader_of_others(gone.rank)
         if not self.members.record(gone):
             return
         if not self.members.leaving:
             self.events.append(gone)
         self._update_missing(gone.rank)
+        self._update_leader(gone.rank, leader)
         self._links.take_for_client(gone.rank)
         self._dialer.stop_probing(gone.rank)
         report = self._report_of(gone)
         for one in self._links.established():
             if one is not reporter and one.rank != gone.rank:
                 one.enqueue([report])
+        for rank in self._missing if self.members.is_tree else ():
+            self._links.send_to_client(rank, report)  # before the messages that other ranks send when they know of it
         if gone.why != "left" and gone.rank in self._links.clients:
             self._drop(self._links.clients[gone.rank])
         elif self._crash_descriptor is not None and self._crash_descriptor.rank == gone.rank:
@@ -412,28 +508,47 @@ class Endpoint:
 
     def _elect(self) -> None:
         """Determine the hub. If it is another one, connect to it, or take over as the hub."""
+        hub, farewell = self._links.hub, self.farewells.own
+        if self.members.is_tree and hub is not None and self.members.is_alive(hub.rank):
+            return
         if not self._addresses or self.farewells.is_forwarded or not self.members.elect(self._now()):
             return
         for one in list(self._links.attempts):
             self._drop(one)
         self._missing.clear()
-        if not self.members.is_hub:
+        if self.members.is_hub:
+            self._dialer.stop_seeking()
+        else:
             self._dialer.seek_hub(self.members.hub)
-            return
-        self._dialer.stop_seeking()
-        self._missing.update(rank for rank in self.members.others() if rank not in self._links.clients)
-        for suspect in list(self.members.suspects.values()):
-            if suspect.certain:
-                self._declare(suspect.exit)
+        if self.members.leads:
+            self._take_over()
+        is_subleader = self.members.leads and not self.members.is_hub
+        if self.members.leaving and not self.members.resigned and not is_subleader and farewell is not None:
+            self._resign(farewell)
+
+    def _take_over(self) -> None:
+        """Become a hub: expect the children, and forward what waits."""
+        children = self.members.children()
+        self._missing.update(rank for rank in children if rank not in self._links.clients)
+        if self.members.is_hub:
+            for suspect in list(self.members.suspects.values()):
+                if suspect.certain:
+                    self._declare(suspect.exit)
         for packet in self._links.take_for_hub():
-            self._forward(packet)
-        allow_descriptors(self.size + _MAX_STRANGERS)
+            self._router.forward(packet)
+        if self.members.is_hub:
+            for packet in self._links.take_outward():
+                self._router.forward_outward(packet)
+        allow_descriptors(len(children) + _MAX_STRANGERS)
         self._dialer.probe(sorted(self._missing), self._now())
 
     # --- packets
 
     def _handle(self, one: Connection, packet: Packet) -> None:
         kind, _, _, payload = packet
+        if one.role == "waiting":
+            one.deferred.append(packet)
+            return
         try:
             content = json.loads(payload)
         except (ValueError, RecursionError):
@@ -443,7 +558,7 @@ class Endpoint:
         try:
             steps: dict[tuple[str, bytes], Callable[[], None]] = {
                 ("stranger", HELLO): lambda: self._welcome(one, content),
-                ("stranger", JOINED): lambda: self._add_client(one),
+                ("stranger", JOINED): lambda: self._join(one),
                 ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
                 ("attempt", WELCOME): lambda: self._add_hub(one),
                 ("attempt", REJECTED): lambda: self._handle_rejection(one),
@@ -455,10 +570,13 @@ class Endpoint:
                 steps[one.role, kind]()
             elif kind == EXITED:
                 self._handle_report(one, PeerExit(**content))
-            elif kind == FORWARDED:
+            elif kind == FORWARDED and content.get("received") is not True:
                 self.farewells.is_forwarded = True
+            elif kind == FORWARDED:
+                if self.farewells.own is not None and not self.members.resigned:
+                    self._resign(self.farewells.own)
             elif kind == REPORTED:
-                one.has_reported = True
+                self._handle_reported(one, content)
             elif kind in (MESSAGE, FAREWELL):
                 self._deliver(one, packet, content)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -480,10 +598,20 @@ class Endpoint:
         # From now on the other side takes the end of this connection for the end of this process.
         one.enqueue([(JOINED, self.rank, one.rank, b"{}")])
         one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
-        one.enqueue([(REPORTED, self.rank, one.rank, b"{}")])
+        self._owes_report = self.members.is_tree and self.members.leads and not self.members.resigned
+        if not self._owes_report:
+            one.enqueue([(REPORTED, self.rank, one.rank, b"{}")])
         one.enqueue(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
+        # A rank that leads no more has none of them, or those of ranks that will send them to its hub.
+        outward = self._links.take_outward() if self.members.is_tree else ()
+        one.enqueue(
+            packet
+            for packet in outward
+            if self.members.leads and self.members.is_in_group(packet[1]) and packet[2] not in self.members.exits
+        )
         if self.members.leaving and self.farewells.own is not None:
-            one.enqueue(self._links.take_for_client(one.rank))
+            # Those of others would violate the protocol: for the peer this rank is a client.
+            one.enqueue(packet for packet in self._links.take_for_client(one.rank) if packet[1] == self.rank)
             one.enqueue([self.farewells.own])
         self._redirect_crash_output()
 
@@ -497,6 +625,42 @@ class Endpoint:
         self._drop(one)
         self._suspect(self._addresses.exit_of(one.rank, "unreachable"), certain=not self.members.leaving)
 
+    def _join(self, one: Connection) -> None:
+        """Make an accepted connection that of a client, or let it wait."""
+        if self._has_to_wait(one.rank):
+            one.role = "waiting"
+            self._waiting[one] = None
+        else:
+            self._add_client(one)
+
+    def _has_to_wait(self, rank: int) -> bool:
+        """Return True if `rank` has another hub as far as this rank knows, and what was sent through that may arrive.
+
+        It connects because that one is gone, which this rank will learn from the connection to it, after all packets.
+        """
+        members, links = self.members, self._links
+        if not members.is_tree or members.resigned or members.is_child(rank) or not members.is_alive(rank):
+            return False
+        if members.is_in_group(rank):
+            return not members.leads and links.hub is not None
+        return members.leader_of(rank) in links.clients if members.is_hub else links.hub is not None
+
+    def _admit_waiting(self) -> None:
+        """Make connections those of clients that have to wait no more."""
+        for one in list(self._waiting):
+            if one not in self._waiting or self._has_to_wait(one.rank):
+                continue
+            del self._waiting[one]
+            one.role = "stranger"
+            try:
+                self._add_client(one)
+                for packet in one.deferred:
+                    if one.sock.fileno() >= 0:
+                        self._handle(one, packet)
+            except ProtocolViolation as violation:
+                self._close_violated(one, violation)
+            one.deferred = []
+
     def _add_client(self, one: Connection) -> None:
         rank = one.rank
         if rank < 0 or self.members.has_died(rank):
@@ -506,11 +670,13 @@ class Endpoint:
             self._drop(old)
         self._links.add_client(one)
         self._dialer.stop_probing(rank)
+        leader = self._leader_of_others(rank)
         self.members.suspects.pop(rank, None)
         self._update_missing(rank)
+        self._update_leader(rank, leader)
         one.enqueue(self._links.take_for_client(rank))
         one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
-        if self.members.leaving and self.farewells.own is not None:
+        if self.members.resigned and self.farewells.own is not None:
             one.enqueue([self.farewells.own])
             if rank > self.rank and rank not in self.members.exits:
                 self.farewells.reached_higher_rank = True
@@ -520,22 +686,36 @@ class Endpoint:
 
     def _deliver(self, one: Connection, packet: Packet, body: dict[str, Any]) -> None:
         kind, source, dest, _ = packet
+        members = self.members
         if kind == FAREWELL and source == one.rank:
             self.farewells.confirm_later(one)
-        elif kind != FAREWELL and one.role == "client" and source != one.rank:
+            if not members.is_in_group(source):
+                one.enqueue([(FORWARDED, self.rank, source, encode({"received": True}))])
+        elif kind != FAREWELL and one.role == "client" and not self._router.may_send(one.rank, source):
             raise ProtocolViolation("a message with the source of another rank")
-        if source in self.members.exits or not 0 <= source < self.size or source == self.rank:
+        if kind != FAREWELL and source != one.rank and one.rank in members.exits:
+            return  # the next leader of the group may have sent later messages already
+        if source in members.exits or not 0 <= source < self.size or source == self.rank or dest >= self.size:
             return
         if not self.members.leaving and dest in (ALL, self.rank):
             self.events.append(Message(source, body))
         if kind == MESSAGE:
             if one.role == "client":
-                self._forward(packet)
+                self._router.forward(packet)
+            elif members.is_tree and members.leads:
+                self._router.forward_to_group(packet)
         else:
             if source != one.rank:
                 self.members.relayed_at = self._now()
             self.farewells.receive(packet)
             self._declare(self._addresses.exit_of(source, "left"), one)
+
+    def _handle_reported(self, one: Connection, content: dict[str, Any]) -> None:
+        """Handle that another rank has reported its exits."""
+        one.has_reported = True
+        one.has_reported_all = content.get("all") is True
+        if one.role == "client" and not self.members.is_in_group(one.rank):
+            self._to_tell[one] = None
 
     def _handle_report(self, one: Connection, gone: PeerExit) -> None:
         """Handle another rank's report of an exit. A rank with its own connection to that rank ignores the report."""

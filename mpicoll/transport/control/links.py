@@ -16,7 +16,8 @@ class Links:
     """The connections of one rank: to the hub, from its clients if it is the hub itself, and unproven ones.
 
     Unproven are accepted connections whose peers have not proved the token ("stranger"), own attempts to connect to
-    the hub ("attempt"), and probes of a port ("probe").
+    the hub ("attempt"), and probes of a port ("probe"). Among the strangers are connections of ranks that have to wait
+    until they are clients ("waiting").
 
     A hub has one connection for each other rank, of which most have nothing to do at a time. So what is done in each
     turn looks only at those that have changed, that wait for something, or whose deadline has come.
@@ -38,6 +39,7 @@ class Links:
         self._changed: set[Connection] = set()
         self._unregistered: set[Connection] = set()  # the selector waits for other events than it should
         self._for_hub: deque[Packet] = deque()
+        self._outward: deque[Packet] = deque()
         self._for_clients: dict[int, deque[Packet]] = {}
 
     def open(self, sock: socket.socket, role: str, rank: int = -1, address: str = "") -> Connection:
@@ -56,7 +58,8 @@ class Links:
         return [*self.strangers, *self.attempts, *self.probes]
 
     def _unproven_of(self, role: str) -> dict[Connection, None]:
-        return {"stranger": self.strangers, "attempt": self.attempts, "probe": self.probes}.get(role, {})
+        accepted = {"stranger": self.strangers, "waiting": self.strangers}
+        return (accepted | {"attempt": self.attempts, "probe": self.probes}).get(role, {})
 
     def send_to_hub(self, packet: Packet) -> None:
         """Queue `packet` for the hub, also while there is no connection to it."""
@@ -79,13 +82,34 @@ class Links:
         self._for_hub.clear()
         return packets
 
+    def send_outward(self, packet: Packet) -> None:
+        """Queue `packet`, which the own group has, for the other groups: for the hub, also while there is none."""
+        if self.hub:
+            self.hub.enqueue([packet])
+        else:
+            self.hold_outward(packet)
+
+    def hold_outward(self, packet: Packet) -> None:
+        """Queue `packet`, which the own group has, for the next hub."""
+        self._outward.append(packet)
+
+    def take_outward(self) -> list[Packet]:
+        """Remove and return the packets for the other groups that wait for a connection to the hub."""
+        packets = list(self._outward)
+        self._outward.clear()
+        return packets
+
     def take_for_client(self, rank: int) -> Iterable[Packet]:
         """Remove and return the packets that wait for a connection of `rank`."""
         return self._for_clients.pop(rank, ())
 
-    def recover_messages(self, lost_hub: Connection) -> None:
-        """Queue the messages again that a lost hub has not received completely, for it has discarded these."""
-        self._for_hub.extendleft(packet for packet in reversed(lost_hub.queue) if packet[0] == MESSAGE)
+    def recover_messages(self, lost_hub: Connection, *, outward: bool) -> None:
+        """Queue the messages again that a lost hub has not received completely, for it has discarded these.
+
+        They are for the other groups only if `outward`.
+        """
+        waiting = self._outward if outward else self._for_hub
+        waiting.extendleft(packet for packet in reversed(lost_hub.queue) if packet[0] == MESSAGE)
 
     def add_hub(self, connection: Connection) -> None:
         """Make an attempt the connection to the hub."""
@@ -121,7 +145,7 @@ class Links:
 
     def has_waiting_packets(self) -> bool:
         """Return True if packets wait for connections."""
-        return bool(self._for_hub or self._for_clients)
+        return bool(self._for_hub or self._outward or self._for_clients)
 
     def touch(self, connection: Connection) -> None:
         """Take account of a change of `connection`, such as of an acknowledgement that has arrived."""

@@ -5,6 +5,9 @@ living rank; all others are connected to it, and it forwards their messages. Whe
 lowest rank: every rank listens from the start, so that this needs no MPI. Each rank's watch thread drives its end by
 :meth:`ControlNetwork.poll`; the class starts no thread.
 
+In large jobs the topology is a tree: the lowest living rank of each host is the hub of the other ranks of the host, and
+has itself the lowest living rank of all, the root, as its hub. docs/scale.md says more.
+
 Deaths are detected by the kernel, never inferred from a process that is silent: a connection ends at once with its
 process. A host whose kernel does not answer is lost, but only after the OUTAGE seconds that an interruption of the
 network may last: it is detected within 12 s (20 s on Linux before 6.15). A process that is stopped, is in a debugger or
@@ -21,7 +24,8 @@ the parts of the state, each by itself: :mod:`~mpicoll.transport.control.address
 :mod:`~mpicoll.transport.control.attempts` and :mod:`~mpicoll.transport.control.dialer` (connecting),
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
 :mod:`~mpicoll.transport.control.handshake`, :mod:`~mpicoll.transport.control.links` (connections),
-:mod:`~mpicoll.transport.control.listener`, :mod:`~mpicoll.transport.control.membership` (exits, election of the hub);
+:mod:`~mpicoll.transport.control.listener`, :mod:`~mpicoll.transport.control.membership` (exits, election of the hub),
+:mod:`~mpicoll.transport.control.shape` (star or tree), :mod:`~mpicoll.transport.control.routing`;
 :mod:`~mpicoll.transport.control.endpoint` (the protocol); and this one, which other threads may use.
 """
 
@@ -42,6 +46,7 @@ from mpicoll.transport.control.connection import ALL, FAREWELL, MESSAGE, Packet,
 from mpicoll.transport.control.crash_descriptor import CrashDescriptor
 from mpicoll.transport.control.endpoint import Endpoint
 from mpicoll.transport.control.events import Event, PeerExit
+from mpicoll.transport.control.shape import choose_shape, group_ranks
 
 _WAKE_ONCE = object()
 """Marks descriptors that the selector has for :meth:`ControlNetwork.wake_once`."""
@@ -76,7 +81,8 @@ class ControlNetwork:
     `outage` are the seconds for which the network may be down while no rank counts as dead; rank 0's counts for
     all. `listen_at` are the IP addresses at which this rank listens, by default all of its host;
     :mod:`~mpicoll.transport.control.address_choice` chooses one. 127.0.0.1 must be
-    among them, because ranks with the same :func:`~mpicoll.transport.control.addresses.place` use it.
+    among them, because ranks with the same :func:`~mpicoll.transport.control.addresses.place` use it. `shape` is that
+    of the setting MPICOLL_CONTROL_NETWORK; rank 0's counts for all.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class ControlNetwork:
         outage: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         listen_at: Sequence[str] = (),
+        shape: str = "auto",
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
@@ -106,6 +113,7 @@ class ControlNetwork:
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
         outage = timing.OUTAGE if outage is None else outage
         self._listen_at = listen_at
+        self._shape = choose_shape(shape, size)
         self._endpoint = Endpoint(rank, size, token, outage, self._selector, crash_descriptor, clock, listen_at)
         self._fork_lock = False
         _all.add(self)
@@ -119,14 +127,16 @@ class ControlNetwork:
         return describe_address(listener.port, self._listen_at) | {
             "inodes": listener.inodes,
             "outage": self._endpoint.outage,
+            "shape": self._shape,
         }
 
     def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Set every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""
         if len(addresses) != self.size:
             raise ValueError(f"{len(addresses)} addresses for {self.size} ranks")
+        groups = group_ranks(addresses[0]["shape"], [one["place"] for one in addresses])
         with self._lock:
-            self._endpoint.connect(addresses)
+            self._endpoint.connect(addresses, groups)
         self.wake()
 
     @property

@@ -166,6 +166,11 @@ def query_descriptor_limit() -> int:
     return _query_descriptor_limits()[0]
 
 
+def query_hard_descriptor_limit() -> int:
+    """Return the number of descriptors that this process may allow itself."""
+    return _query_descriptor_limits()[1]
+
+
 def allow_descriptors(more: int) -> None:
     """Raise the limit, as far as possible, if `more` descriptors beside those in use would leave few for the program.
 

@@ -14,8 +14,13 @@ def star() -> Iterator[Make]:
     """Makes stars of ranks in this process, and ends them."""
     made: list[Star] = []
 
-    def make(size: int, tokens: dict[int, bytes] | None = None, clock: Callable[[], float] = time.monotonic) -> Star:
-        made.append(Star(size, tokens or {}, clock))
+    def make(
+        size: int,
+        tokens: dict[int, bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        shape: str = "star",
+    ) -> Star:
+        made.append(Star(size, tokens or {}, clock, shape))
         return made[-1]
 
     yield make

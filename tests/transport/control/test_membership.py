@@ -42,7 +42,7 @@ def test_the_hub_is_the_lowest_rank_that_is_neither_dead_nor_suspected() -> None
 
 def test_a_leaving_rank_is_hub_only_if_no_other_can_be() -> None:
     members = elected(0, 3)
-    members.leaving = True
+    members.leaving = members.resigned = True
     assert members.elect(1.0)
     assert members.hub == 1
     members.record(gone(1))

@@ -433,12 +433,12 @@ RANK = """
 import ctypes, faulthandler, json, os, resource, signal, socket, sys, threading, time, logging
 from mpicoll.transport.control import events, network, timing
 
-rank, size, constants, prelude = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+rank, size, constants, prelude, shape = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:]
 for name, value in constants.items():
     assert hasattr(timing, name)
     setattr(timing, name, value)
 exec(prelude)
-line = network.ControlNetwork(rank, size, b"token of these processes")
+line = network.ControlNetwork(rank, size, b"token of these processes", shape=shape)
 faulthandler.enable(file=line.crash_fd)
 
 def tell(*what):
@@ -476,8 +476,10 @@ SPEAKING = {"segv": "Segmentation fault", "abort": "Aborted", "bus": "Bus error"
 class Process:
     """A rank in a process of its own, which does what it is told."""
 
-    def __init__(self, rank: int, size: int, constants: dict[str, float], prelude: str, within: list[str]) -> None:
-        command = [*within, sys.executable, "-c", RANK, str(rank), str(size), json.dumps(constants), prelude]
+    def __init__(
+        self, rank: int, size: int, constants: dict[str, float], prelude: str, within: list[str], shape: str
+    ) -> None:
+        command = [*within, sys.executable, "-c", RANK, str(rank), str(size), json.dumps(constants), prelude, shape]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -531,10 +533,15 @@ class Job:
     """Ranks in processes of their own."""
 
     def __init__(
-        self, size: int, constants: dict[str, float], preludes: dict[int, str], within: dict[int, list[str]]
+        self,
+        size: int,
+        constants: dict[str, float],
+        preludes: dict[int, str],
+        within: dict[int, list[str]],
+        shape: str = "star",
     ) -> None:
         self.ranks = [
-            Process(rank, size, constants, preludes.get(rank, ""), within.get(rank, [])) for rank in range(size)
+            Process(rank, size, constants, preludes.get(rank, ""), within.get(rank, []), shape) for rank in range(size)
         ]
 
     def connect(self) -> Job:
@@ -597,8 +604,9 @@ def start() -> Iterator[Start]:
         constants: dict[str, float] | None = None,
         preludes: dict[int, str] | None = None,
         within: dict[int, list[str]] | None = None,
+        shape: str = "star",
     ) -> Job:
-        jobs.append(Job(size, constants or {}, preludes or {}, within or {}))
+        jobs.append(Job(size, constants or {}, preludes or {}, within or {}, shape))
         return jobs[-1].connect()
 
     yield begin
@@ -608,20 +616,25 @@ def start() -> Iterator[Start]:
 
 
 @pytest.mark.parametrize(
-    ("size", "victims", "death"),
+    ("size", "victims", "death", "shape"),
     [
-        (2, [0], "segv"),
-        (2, [1], "abort"),
-        (3, [0], "exit"),
-        (3, [2], "bus"),
-        (3, [0, 1], "kill"),
-        (4, [0, 3], "kill"),
-        (8, [0, 1], "kill"),
-        (8, [2, 7], "segv"),
+        (2, [0], "segv", "star"),
+        (2, [1], "abort", "star"),
+        (3, [0], "exit", "star"),
+        (3, [2], "bus", "star"),
+        (3, [0, 1], "kill", "star"),
+        (4, [0, 3], "kill", "star"),
+        (8, [0, 1], "kill", "star"),
+        (8, [2, 7], "segv", "star"),
+        (6, [0], "segv", "tree/2"),
+        (6, [2], "segv", "tree/2"),
+        (6, [3], "abort", "tree/2"),
+        (6, [0, 1, 2], "kill", "tree/2"),
+        (6, [2, 3], "exit", "tree/2"),
     ],
 )
-def test_death(start: Start, size: int, victims: list[int], death: str) -> None:
-    job = start(size).meet()
+def test_death(start: Start, size: int, victims: list[int], death: str, shape: str) -> None:
+    job = start(size, shape=shape).meet()
     for victim in victims:
         job[victim].do(DEATHS[death])
     job.expect(dict.fromkeys(victims, "closed"))
@@ -637,8 +650,9 @@ def test_death(start: Start, size: int, victims: list[int], death: str) -> None:
     job.expect(dict.fromkeys(victims, "closed"))
 
 
-def test_one_hub_after_the_other_dies(start: Start) -> None:
-    job = start(5).meet()
+@pytest.mark.parametrize("shape", ["star", "tree/2"])
+def test_one_hub_after_the_other_dies(start: Start, shape: str) -> None:
+    job = start(5, shape=shape).meet()
     dead: dict[int, str] = {}
     for victim in range(4):
         job[victim].do(DEATHS["segv"])
@@ -927,3 +941,29 @@ def test_the_network_is_cut(start: Start, hosts: Hosts) -> None:
         job[second].do("line.send({'side': rank})")
         until(lambda first=first, second=second: job[first].of("message")[-1] == [second, {"side": second}])
         until(lambda first=first, second=second: job[second].of("message")[-1] == [first, {"side": first}])
+
+
+def test_a_host_of_a_tree_is_cut_off(start: Start, hosts: Hosts) -> None:
+    """The root has a connection to one of its ranks only, and yet all of them are unreachable."""
+    within = {rank: hosts.within(int(rank >= 2)) for rank in range(5)}
+    job = start(5, QUICK, within=within, shape="tree").meet()
+    hosts.cut()
+    for side, others in (((0, 1), (2, 3, 4)), ((2, 3, 4), (0, 1))):
+        want = [(other, "unreachable") for other in others]
+        for rank in side:
+            until(lambda rank=rank, want=want: job[rank].gone() == want, job.said)
+    for side in ((0, 1), (2, 3, 4)):
+        job[side[0]].do("line.send({'side': rank})")
+        for rank in side[1:]:
+            until(lambda rank=rank, side=side: job[rank].of("message")[-1] == [side[0], {"side": side[0]}], job.said)
+
+
+@pytest.mark.parametrize("victims", [[0], [2], [2, 3], [0, 1]], ids=str)
+def test_deaths_on_a_host_of_a_tree(start: Start, hosts: Hosts, victims: list[int]) -> None:
+    within = {rank: hosts.within(int(rank >= 2)) for rank in range(5)}
+    job = start(5, QUICK, within=within, shape="tree").meet()
+    for victim in victims:
+        job[victim].do(DEATHS["kill"])
+    job.expect(dict.fromkeys(victims, "closed"))
+    job.talk(*victims)
+    job.expect(dict.fromkeys(victims, "closed"))
