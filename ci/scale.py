@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any
 
 from mpicoll.transport.control import timing
-from mpicoll.transport.control.addresses import AddressBook
+from mpicoll.transport.control.addresses import AddressBook, read_addresses
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 from mpicoll.transport.control.sockets import allow_descriptors
@@ -37,17 +37,16 @@ _DESCRIPTORS = 8
 
 def measure_addresses(ranks: int, address: dict[str, Any]) -> str:
     """Return what the addresses of `ranks` ranks cost each rank."""
-    texts = [json.dumps(address) for _ in range(ranks)]
+    texts = [json.dumps(address | {"place": f"host {rank // _PER_HOST}"}) for rank in range(ranks)]
     begin = time.process_time()
-    kept = [json.loads(text) for text in texts]
+    AddressBook(0).set(read_addresses(texts, "host 0"))
     seconds = time.process_time() - begin
-    del kept
     tracemalloc.start()
-    kept = [json.loads(text) for text in texts]
+    read = read_addresses(texts, "host 0")
     held = tracemalloc.get_traced_memory()[0]
     book = AddressBook(0)
-    book.set([one | {"place": f"host {rank // _PER_HOST}"} for rank, one in enumerate(kept)])
-    del kept
+    book.set(read)
+    del read
     in_book = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert book

@@ -38,7 +38,7 @@ from mpicoll.engine.time_limit import time_limit
 from mpicoll.errors import CommunicationError, CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
-from mpicoll.transport.control.addresses import place
+from mpicoll.transport.control.addresses import place, read_addresses
 from mpicoll.transport.control.interfaces import LOOPBACK, InterfaceAddress, find_addresses, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
 
@@ -196,7 +196,9 @@ def _connect(
     Raises SetupError on all ranks if MPICOLL_INTERFACE selects nothing on one of several hosts.
     """
     exchange = _exchange_by(transport)
-    mine = {"job": os.urandom(4).hex(), "secret": os.urandom(16).hex(), "problem": "", "place": place()}
+    mine = {"job": "", "secret": "", "problem": "", "place": place()}
+    if transport.rank == 0:
+        mine |= {"job": os.urandom(4).hex(), "secret": os.urandom(16).hex()}
     selected: list[InterfaceAddress] = []
     if config().interface:
         try:
@@ -226,7 +228,7 @@ def _connect(
         shape=config().control_network,
     )
     address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
-    addresses = exchange(address)
+    addresses = read_addresses(transport.allgather_text(json.dumps(address)), mine["place"])
     line.connect(addresses)
     folder = None if config().report == "off" else config().report
     watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)
@@ -237,8 +239,17 @@ def _connect(
 
 
 def _exchange_by(transport: Transport) -> Exchange:
-    """Return the function that returns its arguments of all ranks, by rank, as JSON has them."""
-    return lambda value: [json.loads(text) for text in transport.allgather_text(json.dumps(value))]
+    """Return the function that returns its arguments of all ranks, by rank, as JSON has them.
+
+    Equal ones are the same object, as a large job has many.
+    """
+
+    def exchange(value: Any) -> list[Any]:
+        texts = transport.allgather_text(json.dumps(value))
+        parsed = {text: json.loads(text) for text in set(texts)}
+        return [parsed[text] for text in texts]
+
+    return exchange
 
 
 def run_within_deadline(watch: Watchdog | None, what: str, function: Callable[[], T]) -> T:

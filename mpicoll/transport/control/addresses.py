@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpicoll.named_tuple import NamedTuple
@@ -117,6 +118,25 @@ def describe_address(port: int, addresses: Sequence[str]) -> dict[str, Any]:
         "port": port,
         "addresses": outer if addresses else [one.address for one in find_addresses()],
     }
+
+
+def read_addresses(texts: Iterable[str], own_place: str) -> list[dict[str, Any]]:
+    """Return the addresses that all ranks have described in JSON, by rank.
+
+    Ranks of a host share the objects that they have in common, and of ranks other than 0 that are not at `own_place`
+    there is only what :class:`AddressBook` takes: a job may have many of them.
+    """
+    addresses: list[dict[str, Any]] = []
+    hosts: dict[_Host, dict[str, Any]] = {}
+    for rank, text in enumerate(texts):
+        entry = json.loads(text)
+        host = _Host(entry["place"], entry["host"], tuple(entry["addresses"]))
+        common = hosts.setdefault(host, {name: entry[name] for name in ("place", "host", "addresses")})
+        if rank == 0 or host.place == own_place:
+            addresses.append(entry | common)
+        else:
+            addresses.append({**common, "port": entry["port"], "pid": entry["pid"]})
+    return addresses
 
 
 def place() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from support.patches import patch_within
 from support.star import TOKEN
 
 from mpicoll.transport.control import addresses, interfaces, sockets
-from mpicoll.transport.control.addresses import AddressBook, describe_address
+from mpicoll.transport.control.addresses import AddressBook, describe_address, read_addresses
 from mpicoll.transport.control.interfaces import InterfaceAddress, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
 from mpicoll.transport.control.sockets import listen
@@ -46,6 +47,23 @@ def test_addresses_of_this_host_are_not_tried_for_another_host(
         == f"; MPICOLL_INTERFACE selects the interface ({here['host']} to h2 at {', '.join(tried) or 'no address'})"
     )
     assert book.describe_paths([1]) == ""
+
+
+def test_addresses_are_read_as_far_as_they_are_used() -> None:
+    here = describe_address(1000, ["127.0.0.1", "10.0.0.1"]) | {"inodes": [7], "outage": 1.5}
+    there = here | {"place": "elsewhere", "host": "h2", "port": 2000, "pid": 5}
+    sent = [there, here, here | {"port": 1001, "pid": 6}, there | {"port": 2001}]
+    first, second, third, last = read_addresses(map(json.dumps, sent), here["place"])
+    assert [first, second, third] == sent[:3]  # the settings of rank 0 count for all
+    assert last == {name: there[name] for name in ("place", "host", "addresses", "pid")} | {"port": 2001}
+    assert last["addresses"] is first["addresses"]
+    assert third["place"] is second["place"]
+    book = AddressBook(1)
+    book.set([first, second, third, last])
+    assert [book.port(rank) for rank in range(4)] == [2000, 1000, 1001, 2001]
+    assert [book.is_local(rank) for rank in range(4)] == [False, True, True, False]
+    assert book.inodes(2) == [7]
+    assert book.exit_of(3, "closed") == (3, "closed", "", 5, "h2")
 
 
 @pytest.mark.parametrize(
