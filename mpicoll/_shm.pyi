@@ -18,6 +18,7 @@ RING_BYTES: int
 class Steps:
     rank: int
     size: int
+    has_own_core: bool
     number: int
     signature: int
     parity: int

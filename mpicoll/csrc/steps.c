@@ -1122,6 +1122,7 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"rank", T_INT, offsetof(Steps, rank), READONLY, "Rank of this process on the node."},
     {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
+    {"has_own_core", T_BOOL, offsetof(Steps, has_own_core), READONLY, "True if no other rank of the node uses its core."},
     {"unreadable_rank", T_INT, offsetof(Steps, unreadable_rank), READONLY,
      "The rank that forbade others to read its memory in the last operation that would have read it; -1 if none did."},
     {"different_step", T_UINT, offsetof(Steps, different_step), READONLY,

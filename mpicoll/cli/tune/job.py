@@ -19,6 +19,8 @@ from mpicoll.cli.tune.measure import measure_costs, measure_point
 from mpicoll.cli.tune.settings import TuneSettings
 from mpicoll.cli.tune.winners import TunedPoint, choose_winner, is_hopeless, list_candidates, make_rules
 from mpicoll.collectives.explain import make_call_query
+from mpicoll.engine.core.communicator import core_of
+from mpicoll.engine.executors.collective_spec import get_piece_bytes
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.catalogue import NCCL
 from mpicoll.engine.selection.query import TunedTable, selection_context
@@ -126,12 +128,13 @@ def _tune_points(
     """Measure the points of one collective and class, and choose their winners."""
     ratios: dict[str, list[float]] = {}
     previous = ""
+    own = get_piece_bytes(team.size, core_of(team.comm).transport.has_own_cores)
     for point in points:
         label = f"{point.workload.collective} {point.workload.dtype} {formatting.nbytes(point.workload.nbytes)}"
         step(label, 0)
         names = [
             name
-            for name in list_candidates(point, team.size)
+            for name in list_candidates(point, own)
             if name == point.untuned or not is_hopeless(ratios.get(name, ()))
         ]
         looks, point.medians = measure_point(team, point.workload, names, point.untuned, asked)

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from mpicoll.cli.bench.cases import Workload
 from mpicoll.cli.tune.measure import HOPELESS
-from mpicoll.engine.executors.collective_spec import get_piece_bytes
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import format_range, merge_adjacent
 from mpicoll.engine.selection.selector import unsupported_reasons
@@ -54,11 +53,10 @@ class TunedPoint:
         return str(shape) if device is None else f"{device.models}, {shape}"
 
 
-def list_candidates(point: TunedPoint, size: int) -> list[str]:
-    """Return the names of all applicable algorithms, without duplicates."""
+def list_candidates(point: TunedPoint, own: int) -> list[str]:
+    """Return the names of all applicable algorithms, without duplicates; `own` are the bytes of a piece by default."""
     names = [name for name, refusal in unsupported_reasons(point.problem).items() if refusal is None]
     if "shm_pipelined" in names:
-        own = get_piece_bytes(size)
         names += [
             f"shm_pipelined/{format_range(0, one).removeprefix('0-')}"
             for one in _SEGMENTS

@@ -42,10 +42,12 @@ class CollectiveSpec(NamedTuple):
         return crc32(repr(fields).encode())
 
 
-def get_piece_bytes(size: int) -> int:
+def get_piece_bytes(size: int, has_own_cores: bool = False) -> int:
     """Return the default size of a piece for `size` ranks, each of which works on its share of it: small enough for the
-    shares of all concurrent steps to stay in a core's cache, and large enough for the synchronisation to be cheap."""
-    return min(SLOT_BYTES, size * 512 * 1024)
+    shares of all concurrent steps to stay in a core's cache, and for the ranks that read a piece to do so while others
+    write the next one; and large enough for the synchronisation to be cheap, which takes longer where ranks share
+    cores."""
+    return min(SLOT_BYTES, size * (64 if has_own_cores else 512) * 1024)
 
 
 Program: TypeAlias = "tuple[Body, int]"

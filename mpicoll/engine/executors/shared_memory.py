@@ -53,7 +53,7 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.dtype.itemsize,
         spec.counts,
         spec.root,
-        min(SLOT_BYTES, spec.segment or get_piece_bytes(arena.size)),
+        min(SLOT_BYTES, spec.segment or get_piece_bytes(arena.size, arena.has_own_core)),
         spec.method == "shm_flat",
         signature,
         spec.identity,
