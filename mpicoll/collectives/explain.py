@@ -67,7 +67,8 @@ def explain(
     choice = choose(query, algorithm)
     if algorithm is None and like is None and not is_decided(query):
         choice = explain_learning(communicator, query) or choice
-    if choice.algorithm == SharedMemoryAlgorithm("cma") and communicator.cma_failed_reason is not None:
+    reads = choice.algorithm in (SharedMemoryAlgorithm("cma"), SharedMemoryAlgorithm("shm_or_cma"))
+    if reads and communicator.cma_failed_reason is not None:
         refusal = f"the data takes the path of shm_pipelined, because {communicator.cma_failed_reason}"
         choice = choice._replace(reason=f"{choice.reason}; {refusal}")
     if isinstance(choice.algorithm, SharedMemoryAlgorithm) and nbytes >= _LARGE and like is None:

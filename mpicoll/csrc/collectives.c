@@ -389,6 +389,8 @@ static void plan_gathering(Collective *one, const Layout *layout, size_t piece, 
     one->step_count = cut(one, layout->largest, piece, 1);
     one->outgoing = 1;
     one->moves[steps->size].nbytes = one->source_bytes = layout->blocks[rank];
+    one->writes_outputs = !everywhere;
+    one->place = get_offset(layout, rank);
     if (!everywhere && layout->root != rank)
         return;
     for (int peer = 0; peer < steps->size; peer++) {
@@ -404,7 +406,7 @@ static void plan_bcast(Collective *one, const Layout *layout, size_t piece)
 {
     const Steps *steps = one->steps;
     const bool root = layout->root == steps->rank;
-    one->has_one_source = true;
+    one->has_one_source = one->writes_outputs = true;
     one->run = move_blocks;
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->total, piece, 1);
@@ -527,7 +529,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
         "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature",
-        "identity", "reads", "width", "arrivals", "rows", NULL};
+        "identity", "reads", "width", "arrivals", "rows", "tries", NULL};
     Collective *one = (Collective *)self;
     PyObject *steps, *counts, *arrivals = Py_None;
     const char *name, *op, *dtype;
@@ -536,11 +538,11 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     unsigned long signature;
     const char *identity = NULL;
     Py_ssize_t identity_bytes = 0, width = 0;
-    int reads = 0;
+    int reads = 0, tries = 0;
     unsigned long long rows = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#pnOK", names, &steps, &name, &op, &dtype, &itemsize,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#pnOKp", names, &steps, &name, &op, &dtype, &itemsize,
                                      &counts, &root, &piece, &flat, &signature, &identity, &identity_bytes,
-                                     &reads, &width, &arrivals, &rows))
+                                     &reads, &width, &arrivals, &rows, &tries))
         return -1;
     /* Objects are initialised once: other threads may run them. */
     if (one->steps != NULL || itemsize < 1 || piece < 1 || width < 0 ||
@@ -562,11 +564,19 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     one->signature = (uint32_t)signature;
     one->itemsize = (size_t)itemsize;
     copy(one->identity, identity, (size_t)identity_bytes);
-    one->reads_memory = reads != 0;
+    one->reads_memory = reads != 0 || tries != 0;
     one->access_width = width < CACHE_LINE ? ACCESS_WIDTH : (size_t)(width - width % CACHE_LINE);
     if (one->reads_memory && one->steps->processes == NULL) {
         PyErr_SetString(PyExc_ValueError, "Collective: the processes of the ranks are not known");
         return -1;
+    }
+    if (tries) {
+        one->trials = PyMem_Malloc(sizeof *one->trials);
+        if (one->trials == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        begin_trials(one->trials);
     }
     one->reduce = one->reduce_out = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
@@ -609,6 +619,7 @@ void free_collective(PyObject *self)
     Py_XDECREF(one->text);
     PyMem_Free(one->moves);
     PyMem_Free(one->parts);
+    PyMem_Free(one->trials);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -651,6 +662,8 @@ static int run_on(const Collective *one, const char *source, char *target)
     int status = direct ? run_direct(one, source, target) : 0;
     if (status == 0)
         status = one->run(one, source, target);
+    if (one->trials != NULL)
+        end_trial(one->trials);
     if (status >= 0)
         one->steps->last = one->steps->step;
     if (releases)
@@ -732,10 +745,11 @@ static PyMemberDef members[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature,"
-                " identity=b'', reads=False, width=0, arrivals=None, rows=0)\n--\n\n"
+                " identity=b'', reads=False, width=0, arrivals=None, rows=0, tries=False)\n--\n\n"
                 "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
                 " `identity` is an element, of which the output of exscan on rank 0 consists."
-                " With `reads`, the ranks read each other's private memory if no rank forbids it; `width` is the bytes"
+                " With `reads`, the ranks read each other's private memory if no rank forbids it, with `tries` only if that"
+                " took less time in earlier calls than the slots; `width` is the bytes"
                 " of a piece that is reduced in memory of others (0: the default). `arrivals` are the elements that are"
                 " received from each rank where `counts` are those of this rank only; the numbers `rows` of all ranks"
                 " add up to 0 modulo 2 to the power of 62 if the counts of senders and receivers agree."},

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "path_trials.h"
 #include "records.h"
 #include "shared_writes.h"
 #include "steps.h"
@@ -58,9 +59,12 @@ struct Collective {
     char identity[16];     /* of exscan: each element of the output of rank 0 */
     Access access;
     bool reads_memory;     /* the ranks may read each other's private memory */
+    PathTrials *trials;    /* if they do so only where that is faster; else NULL */
     bool has_one_source;   /* only the root has an input */
     bool everywhere;       /* all ranks get the result of the vector */
     int root;
+    bool writes_outputs;   /* of bcast and gather: ranks write to private memory of those that would read all */
+    size_t place;          /* of gather: where this rank's block begins in the output of the root */
     size_t origin;         /* where the data for this rank begins in the inputs of the others */
     size_t access_width;   /* bytes of a piece that is reduced in the arrays of others */
 };

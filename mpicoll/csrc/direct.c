@@ -1,9 +1,9 @@
 /* Collectives of the ranks of a node in each other's arrays, without copies through slots.
  *
  * First the ranks exchange the locations of their arrays. A collective is carried out here if these lie in segments
- * that all ranks have mapped, or if it may read private memory (process_vm_readv) and no rank forbids that. All ranks
- * draw the same conclusion from the same numbers. An operation ends with a step, after which the arrays belong to their
- * owners again.
+ * that all ranks have mapped, or if it may access private memory (process_vm_readv, process_vm_writev) and no rank
+ * forbids that. All ranks draw the same conclusion from the same numbers. An operation ends with a step, after which the
+ * arrays belong to their owners again.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -17,11 +17,12 @@
 
 enum {
     SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
+    WRITE_BYTES = 1 << 20 /* to private memory of another rank, which may have to wait until they are written */
 };
 
-/* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, and
- * whether its memory can't be read. */
-enum { SOURCE_SEGMENT, SOURCE_OFFSET, TARGET_SEGMENT, TARGET_OFFSET, SOURCE, TARGET, FORBIDS_READING, NUMBERS };
+/* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, whether
+ * its memory can't be read, and its trials. */
+enum { SOURCE_SEGMENT, SOURCE_OFFSET, TARGET_SEGMENT, TARGET_OFFSET, SOURCE, TARGET, FORBIDS_READING, TRIALS, NUMBERS };
 
 _Static_assert((int)NUMBERS <= (int)POSTED, "the numbers are posted in one step");
 
@@ -35,8 +36,8 @@ struct Segment {
 struct Locations {
     char **sources, **targets;       /* the parts of the segments of this rank's input and output */
     int64_t (*posted)[NUMBERS];      /* by all ranks */
+    int64_t *trials;                 /* of all ranks */
     char *pieces;                    /* of other ranks, read to be reduced, for each share */
-    char *share;                     /* of an abandoned operation, from which ranks that are threads may still copy */
     bool cannot_read;                /* reading has failed */
     size_t piece_bytes;
 };
@@ -63,8 +64,8 @@ void free_locations(Steps *steps)
         free(steps->locations->sources);
         free(steps->locations->targets);
         free(steps->locations->posted);
+        free(steps->locations->trials);
         free(steps->locations->pieces);
-        free(steps->locations->share);
         free(steps->locations);
     }
 }
@@ -79,9 +80,11 @@ static int allocate(const Collective *one)
     if (made != NULL && made->posted == NULL) {
         free(made->sources);
         free(made->targets);
+        free(made->trials);
         made->sources = calloc(size, sizeof(char *));
         made->targets = calloc(size, sizeof(char *));
-        if (made->sources != NULL && made->targets != NULL)
+        made->trials = calloc(size, sizeof *made->trials);
+        if (made->sources != NULL && made->targets != NULL && made->trials != NULL)
             made->posted = calloc(size, sizeof *made->posted);
     }
     if (made == NULL || made->posted == NULL)
@@ -138,6 +141,7 @@ static int exchange_locations(const Collective *one)
     all->posted[steps->rank][FORBIDS_READING] =
         one->reads_memory && (all->cannot_read || (steps->processes[steps->rank] != 0 &&
                                                    prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1));
+    all->posted[steps->rank][TRIALS] = one->trials == NULL ? 0 : pack_trials(one->trials);
     memcpy(get_posted(steps, steps->rank, get_parity(steps)), all->posted[steps->rank], sizeof *all->posted);
     if (sync_ranks(steps) < 0)
         return -1;
@@ -176,6 +180,15 @@ static bool can_all_read(const Collective *one)
     return steps->unreadable_rank < 0;
 }
 
+/* Whether the ranks read each other's memory in this call, where they need not. */
+static bool prefers_reads(const Collective *one)
+{
+    const Locations *all = one->steps->locations;
+    for (int rank = 0; rank < one->steps->size; rank++)
+        all->trials[rank] = all->posted[rank][TRIALS];
+    return choose_reads(one->trials, all->trials, one->steps->size);
+}
+
 /* --- in segments */
 
 static const char *get_source(const Collective *one, int rank)
@@ -190,9 +203,10 @@ static char *get_target(const Collective *one, int rank)
     return all->targets[rank] + all->posted[rank][TARGET_OFFSET];
 }
 
-/* To read the memory of another rank. */
+/* To access the memory of another rank. */
 typedef struct {
     int number, peer;
+    bool writes;
 } Failure;
 
 /* A reduction of a part of the inputs, which begins at `origin`. */
@@ -272,8 +286,30 @@ int read_memory(int process, int64_t from, char *to, size_t nbytes)
     return 0;
 }
 
+/* Copy to private memory of another rank, a moment at a time: nothing any more when that rank has abandoned the
+ * operation, which this one finds out in its next step. Returns the error number. */
+static int write_memory(const Steps *steps, int rank, const char *from, int64_t to, size_t nbytes)
+{
+    const int process = steps->processes[rank];
+    while (nbytes > 0 && begin_write(steps, rank)) {
+        const size_t part = min_size(nbytes, WRITE_BYTES);
+        struct iovec here = {(void *)(uintptr_t)from, part}, there = {(void *)(uintptr_t)to, part};
+        ssize_t done = (ssize_t)part;
+        if (process == 0)
+            memcpy((char *)(uintptr_t)to, from, part);
+        else
+            done = process_vm_writev(process, &here, 1, &there, 1, 0);
+        const int number = errno;
+        end_write(steps);
+        if (done <= 0)
+            return done < 0 ? number : EFAULT;
+        from += done, to += done, nbytes -= (size_t)done;
+    }
+    return 0;
+}
+
 /* Raise CommunicationError. Returns -1. */
-static int fail_to_read(const Collective *one, int peer, int number)
+static int fail_to_access(const Collective *one, const char *access, int peer, int number)
 {
     Steps *steps = one->steps;
     steps->locations->cannot_read = true;
@@ -282,9 +318,10 @@ static int fail_to_read(const Collective *one, int peer, int number)
     PyObject *error = module == NULL ? NULL : PyObject_GetAttrString(module, "CommunicationError");
     if (error != NULL)
         PyErr_Format(error,
-                     "rank %d of %d (of this node) can't read the memory of rank %d any more (%s): the operation is"
+                     "rank %d of %d (of this node) can't %s the memory of rank %d any more (%s): the operation is"
                      " incomplete; later ones do not need this",
-                     steps->rank, steps->size, peer, strerror(number)); /* NOLINT(concurrency-mt-unsafe): GIL held */
+                     steps->rank, steps->size, access, peer,
+                     strerror(number)); /* NOLINT(concurrency-mt-unsafe): GIL held */
     Py_XDECREF(module);
     Py_XDECREF(error);
     end_failed(steps);
@@ -313,24 +350,44 @@ static int read_array(const Collective *one, int peer, int which, size_t at, cha
     run_shares(steps->threads, read_share, &whole, nbytes);
     for (int share = 0; share < MAX_THREADS; share++) {
         if (numbers[share] != 0)
-            return fail_to_read(one, peer, numbers[share]);
+            return fail_to_access(one, "read", peer, numbers[share]);
     }
     return 0;
 }
 
-/* Ranks begin to read with the next one, so that they don't all read from the same one. */
+/* Write a piece of the result of a vector to the other ranks that get it. Returns false if that has failed. */
+static bool write_result(const Collective *one, const char *piece, size_t at, size_t nbytes, Failure *failure)
+{
+    const Steps *steps = one->steps;
+    for (int i = 1; i < steps->size; i++) {
+        const int peer = (steps->rank + i) % steps->size;
+        if (!one->everywhere && peer != one->root)
+            continue;
+        failure->peer = peer;
+        failure->writes = true;
+        failure->number = write_memory(steps, peer, piece, steps->locations->posted[peer][TARGET] + (int64_t)at, nbytes);
+        if (failure->number != 0)
+            return false;
+    }
+    return true;
+}
+
+/* Ranks begin to read with the next one, so that they don't all read from the same one. What is written for others is
+ * in the cache then. */
 static void read_and_reduce_share(const void *task, int share, size_t begin, size_t end)
 {
     const Reduction *whole = task;
     const Collective *one = whole->one;
     const Locations *all = one->steps->locations;
     const int rank = one->steps->rank, size = one->steps->size;
+    const bool writes = one->access == ACCESS_VECTOR && (one->everywhere || !one->has_result);
     const void **parts = get_parts(one, share);
+    char *pieces = all->pieces + (size_t)share * (size_t)size * one->access_width;
     for (size_t start = begin; start < end; start += one->access_width) {
         const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int i = 1; i < size; i++) {
             const int peer = (rank + i) % size;
-            char *piece = all->pieces + ((size_t)share * (size_t)size + (size_t)peer) * one->access_width;
+            char *piece = pieces + (size_t)peer * one->access_width;
             const int number =
                 read_memory(one->steps->processes[peer], all->posted[peer][SOURCE] + (int64_t)at, piece, nbytes);
             if (number != 0) {
@@ -341,11 +398,19 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
             parts[peer] = piece;
         }
         parts[rank] = whole->source + at;
-        one->reduce_out(whole->target + start, parts, size, nbytes / one->itemsize);
+        /* Large outputs are written around the caches, from a piece that is in them. */
+        const bool apart = writes && (one->streams || !one->has_result);
+        char *result = apart ? pieces + (size_t)rank * one->access_width : whole->target + start;
+        (writes ? one->reduce : one->reduce_out)(result, parts, size, nbytes / one->itemsize);
+        if (writes && !write_result(one, result, at, nbytes, &whole->failures[share]))
+            return;
+        if (apart && one->has_result)
+            stream(whole->target + start, result, nbytes);
     }
 }
 
-/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. Returns -1 with an exception. */
+/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`, or of a vector to the other ranks
+ * that get them too. Returns -1 with an exception. */
 static int read_and_reduce(const Collective *one, const char *source, char *target, size_t begin, size_t end)
 {
     Failure failures[MAX_THREADS] = {0};
@@ -353,8 +418,53 @@ static int read_and_reduce(const Collective *one, const char *source, char *targ
     run_shares(one->steps->threads, read_and_reduce_share, &whole, end - begin);
     for (int share = 0; share < MAX_THREADS; share++) {
         if (failures[share].number != 0)
-            return fail_to_read(one, failures[share].peer, failures[share].number);
+            return fail_to_access(one, failures[share].writes ? "write to" : "read", failures[share].peer,
+                                  failures[share].number);
     }
+    return 0;
+}
+
+typedef struct {
+    const Steps *steps;
+    int rank;
+    const char *from;
+    int64_t to;
+    int *numbers; /* of errors, of each share */
+} MemoryWrite;
+
+static void write_memory_share(const void *task, int share, size_t begin, size_t end)
+{
+    const MemoryWrite *whole = task;
+    whole->numbers[share] =
+        write_memory(whole->steps, whole->rank, whole->from + begin, whole->to + (int64_t)begin, end - begin);
+}
+
+/* Write to the output of another rank. Returns -1 with an exception. */
+static int write_array(const Collective *one, int peer, const char *from, size_t at, size_t nbytes)
+{
+    const Steps *steps = one->steps;
+    int numbers[MAX_THREADS] = {0};
+    const MemoryWrite whole = {steps, peer, from, steps->locations->posted[peer][TARGET] + (int64_t)at, numbers};
+    run_shares(steps->threads, write_memory_share, &whole, nbytes);
+    for (int share = 0; share < MAX_THREADS; share++) {
+        if (numbers[share] != 0)
+            return fail_to_access(one, "write to", peer, numbers[share]);
+    }
+    return 0;
+}
+
+/* Of bcast, the root writes as much as another rank reads. */
+static int bcast_with_writes(const Collective *one, const char *source, char *target)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    const size_t read = get_share_offset(one->nbytes, size - 1, size);
+    if (rank != one->root)
+        return read_array(one, one->root, SOURCE, 0, target, read);
+    for (int i = 1; i < size; i++) {
+        if (write_array(one, (rank + i) % size, source + read, read, one->nbytes - read) < 0)
+            return -1;
+    }
+    copy_own(one, source, target);
     return 0;
 }
 
@@ -371,70 +481,41 @@ static int read_moves(const Collective *one, const char *source, char *target)
     return 0;
 }
 
-/* Reduce this rank's share, then read those of the others. Ranks that get no result keep their share for the root, in
- * `share`. */
-static int read_vector(const Collective *one, const char *source, char *target, char *share)
+/* Of gather, each rank but the root writes its block. */
+static int gather_with_writes(const Collective *one, const char *source, char *target)
 {
-    const int rank = one->steps->rank, size = one->steps->size;
-    const size_t low = get_share_offset(one->nbytes, rank, size), high = get_share_offset(one->nbytes, rank + 1, size);
-    if (read_and_reduce(one, source, share != NULL ? share : target + low, low, high) < 0 || sync_ranks(one->steps) < 0)
-        return -1;
-    for (int i = 1; i < size && one->has_result; i++) {
-        const int peer = (rank + i) % size;
-        const size_t start = get_share_offset(one->nbytes, peer, size);
-        const size_t nbytes = get_share_offset(one->nbytes, peer + 1, size) - start;
-        if (read_array(one, peer, TARGET, one->everywhere ? start : 0, target + start, nbytes) < 0)
-            return -1;
-    }
+    if (one->steps->rank != one->root)
+        return write_array(one, one->root, source, one->place, one->source_bytes);
+    copy_own(one, source, target);
     return 0;
 }
 
-static int run_with_reads(const Collective *one, const char *source, char *target, char *share)
+static int run_in_private_memory(const Collective *one, const char *source, char *target)
 {
-    if (one->access == ACCESS_MOVES)
-        return read_moves(one, source, target);
+    const int rank = one->steps->rank, size = one->steps->size;
     if (one->access == ACCESS_BLOCK)
         return read_and_reduce(one, source, target, one->own.from, one->own.from + one->own.nbytes);
-    return read_vector(one, source, target, share);
-}
-
-/* Carry out a collective as far as the last step. Returns as run_direct. */
-static int run_located(const Collective *one, const char *source, char *target, char *share)
-{
-    if (exchange_locations(one) < 0)
-        return -1;
-    if (one->steps->has_segments && lie_in_segments(one)) {
-        run_in_segments(one, source, target);
-        return 1;
+    if (one->access == ACCESS_VECTOR) {
+        const size_t low = get_share_offset(one->nbytes, rank, size);
+        return read_and_reduce(one, source, one->has_result ? target + low : NULL, low,
+                               get_share_offset(one->nbytes, rank + 1, size));
     }
-    if (!one->reads_memory || !can_all_read(one))
-        return 0;
-    return run_with_reads(one, source, target, share) < 0 ? -1 : 1;
+    if (!one->writes_outputs)
+        return read_moves(one, source, target);
+    return one->has_one_source ? bcast_with_writes(one, source, target) : gather_with_writes(one, source, target);
 }
 
 int run_direct(const Collective *one, const char *source, char *target)
 {
-    Steps *steps = one->steps;
-    char *share = NULL;
-    if (one->reads_memory && one->access == ACCESS_VECTOR && !one->has_result) {
-        const size_t low = get_share_offset(one->nbytes, steps->rank, steps->size);
-        share = malloc(get_share_offset(one->nbytes, steps->rank + 1, steps->size) - low + 1);
-        if (share == NULL) {
-            acquire_gil(steps);
-            PyErr_NoMemory();
-            end_failed(steps);
-            return -1;
-        }
-        steps->locations->posted[steps->rank][TARGET] = (int64_t)(uintptr_t)share;
-    }
-    int status = run_located(one, source, target, share);
-    if (status > 0 && sync_ranks(steps) < 0)
-        status = -1;
-    if (status < 0 && steps->unusable)
-        steps->locations->share = share; /* there is no later operation */
-    else
-        free(share);
-    return status;
+    if (exchange_locations(one) < 0)
+        return -1;
+    if (one->steps->has_segments && lie_in_segments(one))
+        run_in_segments(one, source, target);
+    else if (!one->reads_memory || !can_all_read(one) || (one->trials != NULL && !prefers_reads(one)))
+        return 0;
+    else if (run_in_private_memory(one, source, target) < 0)
+        return -1;
+    return sync_ranks(one->steps) < 0 ? -1 : 1;
 }
 
 int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own)

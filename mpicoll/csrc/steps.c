@@ -19,7 +19,9 @@
  * its program, or have ended.
  *
  * A rank that stops waiting for the others, because they are late or dead, abandons the operation. It and ranks that
- * leave after a difference state in a word of their own that they can't be synchronised any more.
+ * leave after a difference state in a word of their own that they can't be synchronised any more. Ranks that write to the
+ * memory of others look at this word before each write, and count their writes in a word of their own: the rank that
+ * leaves waits until there are none.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -53,6 +55,7 @@ enum {
     NUMBER_AT = 8,           /* in the cache line of a flag: the number of the call among the collectives */
     SMALL_AT = 16,           /* in the same line */
     STATE_AT = RING * LINE,
+    WRITES_AT = STATE_AT + 64, /* in another cache line, since others look at the state */
     SLEEPERS_AT = STATE_AT + LINE, /* in a line that is seldom written: a look there takes no transfer */
     POSTED_AT = STATE_AT + 2 * LINE,
     RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
@@ -68,10 +71,12 @@ enum {
 /* Nanoseconds. */
 static const int64_t POLL = 6000, PATIENT_POLL = 1000000;
 static const int64_t LONG_YIELD = 200000; /* another thread has used the core meanwhile */
+static const int64_t LONGEST_WRITE = 1000000000;
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
 _Static_assert(RING * sizeof(uint32_t) <= LINE, "sleepers of all flags");
+_Static_assert(WRITES_AT + sizeof(uint32_t) <= SLEEPERS_AT, "the state and the writes in one pair of cache lines");
 _Static_assert(AHEAD >= 2 && RING >= AHEAD + 2, "the data that a rank replaces has been read: see find_slot");
 _Static_assert((RING & (RING - 1)) == 0 && RING % 4 == 0, "indices of numbers that wrap, of both parities");
 
@@ -116,6 +121,12 @@ char *get_ring_slot(const Steps *steps, uint32_t step, int rank)
 static inline Word *get_state(const Steps *steps, int rank)
 {
     return (Word *)(void *)(get_block(steps, rank) + STATE_AT);
+}
+
+/* The number of writes of a rank to the memory of others that have begun and not ended. */
+static inline _Atomic uint32_t *get_writes(const Steps *steps, int rank)
+{
+    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + WRITES_AT);
 }
 
 int64_t *get_posted(const Steps *steps, int rank, int parity)
@@ -450,11 +461,38 @@ int raise_interrupt(Steps *steps)
     return -1;
 }
 
-/* State that this rank can't be synchronised any more. */
+bool begin_write(const Steps *steps, int rank)
+{
+    atomic_fetch_add_explicit(get_writes(steps, steps->rank), 1, memory_order_seq_cst);
+    if (atomic_load_explicit(get_state(steps, rank), memory_order_seq_cst) == 0)
+        return true;
+    end_write(steps);
+    return false;
+}
+
+void end_write(const Steps *steps)
+{
+    atomic_fetch_sub_explicit(get_writes(steps, steps->rank), 1, memory_order_release);
+}
+
+/* Wait until the other ranks have ended the writes that they have begun: each takes less than a millisecond, but a rank
+ * that has died meanwhile never ends its one. */
+static void wait_for_writes(const Steps *steps)
+{
+    const int64_t end = read_nanoseconds(CLOCK_MONOTONIC) + LONGEST_WRITE;
+    for (int rank = 0; rank < steps->size; rank++) {
+        while (rank != steps->rank && atomic_load_explicit(get_writes(steps, rank), memory_order_seq_cst) != 0 &&
+               read_nanoseconds(CLOCK_MONOTONIC) < end)
+            sched_yield();
+    }
+}
+
+/* State that this rank can't be synchronised any more. Its arrays may change afterwards. */
 static void leave_ranks(Steps *steps)
 {
     steps->unusable = true;
-    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_seq_cst);
+    wait_for_writes(steps);
 }
 
 static void abandon_operation(Steps *steps)

@@ -116,6 +116,12 @@ int sync_with_each(Steps *steps, const int *ranks, int count);
  * of both parities can be written afterwards. Returns as sync_ranks. */
 int catch_up(Steps *steps);
 
+/* Begin to write to private memory of another rank, for a moment. Returns false if that rank has abandoned an operation,
+ * so that its arrays may not be written any more; otherwise it waits with that until `end_write`. Any thread may call
+ * this. */
+bool begin_write(const Steps *steps, int rank);
+void end_write(const Steps *steps);
+
 /* End a step in which this rank has failed. As sync_ranks, but the failure of this rank is not an exception. */
 int sync_failed(Steps *steps);
 

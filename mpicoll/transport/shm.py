@@ -143,9 +143,12 @@ class _Extent(ctypes.Structure):
 
 
 _READ = getattr(_LIBC, "process_vm_readv", None)
-if _READ is not None:
-    _READ.restype = ctypes.c_ssize_t
-    _READ.argtypes = [
+_WRITE = getattr(_LIBC, "process_vm_writev", None)
+for _function in (_READ, _WRITE):
+    if _function is None:
+        continue
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = [
         ctypes.c_int,
         ctypes.POINTER(_Extent),
         ctypes.c_ulong,
@@ -197,11 +200,18 @@ class ProcessReader:
             source, target, nbytes = source + done, target + done, nbytes - done
 
     def check(self) -> None:
-        """Raise OSError if the memory of that process can't be read, or if another process has its number."""
+        """Raise OSError if the memory of that process can't be read and written, or if another process has its
+        number."""
         found = ctypes.c_int64()
         self.read(self._process.address, ctypes.addressof(found), 8)
         if found.value != self._process.cookie:
             raise OSError(errno.ESRCH, "another process has its number: it is in another PID namespace")
+        # What is there already: collectives write to it, too.
+        here = _Extent(ctypes.addressof(found), 8)
+        there = _Extent(self._process.address, 8)
+        if _WRITE is None or _WRITE(self._process.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != 8:
+            number = errno.ENOSYS if _WRITE is None else ctypes.get_errno()
+            raise OSError(number, f"process_vm_writev: {os.strerror(number)}")
 
 
 def _check_free(nbytes: int) -> None:

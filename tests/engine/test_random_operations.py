@@ -46,7 +46,7 @@ def test_every_algorithm_has_its_turn() -> None:
     # there is no MPI behind threads, and the data is on the host
     missing = {name for collective in collectives for name in algorithms_of(collective)} - {"native", "nccl", "ipc"}
     if find_missing_reason() is not None:
-        missing -= {"shm_flat", "shm_pipelined", "cma"}
+        missing -= {"shm_flat", "shm_pipelined", "cma", "shm_or_cma"}
     number = 0
     while missing and number < 60:
         everyone = mpicoll.run_local(random_programs.run, 4, "names", number, ranks_per_node=(4, 2)[number % 2])

@@ -597,7 +597,7 @@ def _drawn_algorithm(draw: Random, collective: str) -> str | None:
     if draw.random() < 0.35:
         return None
     name = draw.choice(algorithms_of(collective))
-    if name in ("shm_pipelined", "cma") and collective != "barrier" and draw.random() < 0.5:
+    if name in ("shm_pipelined", "cma", "shm_or_cma") and collective != "barrier" and draw.random() < 0.5:
         return f"{name}/{draw.choice(('4k', '5000', '16k', '64k', '256k'))}"
     schedule = mpicoll.schedules.algorithms_of(collective).get(name)
     if schedule is not None and schedule.segmented and draw.random() < 0.6:

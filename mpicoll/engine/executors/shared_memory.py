@@ -1,14 +1,17 @@
 """Collectives of the ranks of one node through shared memory.
 
-Three methods, which are algorithms for the selection:
+Four methods, which are algorithms for the selection:
 
 * ``shm_flat``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
 * ``shm_pipelined``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
   synchronisation a piece is enough; for reductions each rank reduces its share of every piece;
-* ``cma``: ranks read each other's private memory (cross-memory attach) and write to their own. While the kernel forbids
-  that to one rank, all ranks do what ``shm_pipelined`` does instead.
+* ``cma``: ranks read and write each other's private memory (cross-memory attach). While the kernel forbids
+  that to one rank, all ranks do what ``shm_pipelined`` does instead;
+* ``shm_or_cma``: what of these two took less time in earlier calls of the kind, on the slowest rank. It depends on
+  whether a program passes a new input in each call.
 
-Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all three read and write the buffers themselves.
+Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all of them read and write the buffers
+themselves.
 
 Operands are combined in the order of ranks by every method, each element by one rank or by all alike: results have the
 same bits on every rank and in every run, and with each method (except for products of complex numbers, whose last bit
@@ -61,6 +64,7 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.segment or 0,
         spec.arrivals or None,
         spec.rows,
+        spec.method == "shm_or_cma",
     )
 
 

@@ -35,14 +35,14 @@ _HIERARCHICAL_COLLECTIVES = (
 """Collectives that have the hierarchical algorithm and those of devices."""
 
 SHARED_MEMORY = {
-    "allreduce": ("shm_flat", "shm_pipelined", "cma"),
-    "reduce": ("shm_flat", "shm_pipelined", "cma"),
-    "reduce_scatter": ("shm_pipelined", "cma"),
-    "bcast": ("shm_pipelined", "cma"),
-    "allgather": ("shm_pipelined", "cma"),
-    "gather": ("shm_pipelined", "cma"),
-    "scatter": ("shm_pipelined", "cma"),
-    "alltoall": ("shm_pipelined", "cma"),
+    "allreduce": ("shm_flat", "shm_pipelined", "cma", "shm_or_cma"),
+    "reduce": ("shm_flat", "shm_pipelined", "cma", "shm_or_cma"),
+    "reduce_scatter": ("shm_pipelined", "cma", "shm_or_cma"),
+    "bcast": ("shm_pipelined", "cma", "shm_or_cma"),
+    "allgather": ("shm_pipelined", "cma", "shm_or_cma"),
+    "gather": ("shm_pipelined", "cma", "shm_or_cma"),
+    "scatter": ("shm_pipelined", "cma", "shm_or_cma"),
+    "alltoall": ("shm_pipelined", "cma", "shm_or_cma"),
     "scan": ("shm_pipelined",),
     "exscan": ("shm_pipelined",),
     "barrier": ("shm_flat",),
@@ -64,7 +64,7 @@ MAX_SEGMENTS = 4096
 
 
 class SharedMemoryAlgorithm(NamedTuple):
-    """``shm_flat``, ``shm_pipelined`` or ``cma`` (see :mod:`mpicoll.engine.executors.shared_memory`)."""
+    """An algorithm of :mod:`mpicoll.engine.executors.shared_memory`."""
 
     name: str
 

@@ -182,8 +182,8 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
         for name, _ in _match_rules(rules, query):
             yield name, why
     if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
-        names = SHARED_MEMORY.get(query.collective, ())[-2:]
-        for name in names if "cma" in names and query.has_kernel else ():
+        served = query.has_kernel and "cma" in SHARED_MEMORY.get(query.collective, ())
+        for name in ("shm_pipelined", "cma") if served else ():
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     if query.nbytes is None and query.collective == "alltoall" and query.no_shm_reason is query.no_cma_reason is None:
         yield "cma", "with counts, ranks read large blocks, whose sizes are known to their sender and receiver only"
@@ -273,7 +273,7 @@ def _find_unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> 
 def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | None:
     if query.no_shm_reason is not None or query.shm_failed_reason is not None:
         return query.no_shm_reason or query.shm_failed_reason
-    if name == "cma" and (query.no_cma_reason is not None or query.device is not None):
+    if name in ("cma", "shm_or_cma") and (query.no_cma_reason is not None or query.device is not None):
         return query.no_cma_reason or "the data is on a device"
     if query.device is not None and query.device.host is not None:
         return query.device.host
@@ -293,7 +293,7 @@ def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | Non
         )
     if not query.elementwise:
         return "the operation is not elementwise, and this algorithm splits the array"
-    if name == "cma" and not query.has_kernel:
+    if name in ("cma", "shm_or_cma") and not query.has_kernel:
         return "the reduction is a function of Python, minloc or maxloc"
     return None
 

@@ -46,7 +46,7 @@ def methods(collective: str, *segments: str, kernel: bool = True) -> list[str]:
     return [
         f"{name}{segment}"
         for name in SHARED_MEMORY[collective]
-        if kernel or name != "cma"
+        if kernel or "cma" not in name
         for segment in (("",) if name == "shm_flat" else segments or ("", "/4k"))
     ]
 
@@ -75,7 +75,7 @@ def _fits(collective: str, row: dict[str, Any]) -> bool:
         return False
     if collective in PREFIXES and str(row.get("op")).startswith(("user_", "avg")):
         return False
-    if method == "cma" and str(row.get("op")).startswith("user_"):
+    if "cma" in method and str(row.get("op")).startswith("user_"):
         return False
     return allowed(collective, {**row, "algorithm": None})
 

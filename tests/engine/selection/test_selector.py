@@ -172,12 +172,12 @@ def test_borders_of_ranges(nbytes: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("collective", "nbytes", "name"),
     [
-        ("allreduce", 1 << 30, "shm_pipelined"),
-        ("gather", 4 << 20, "shm_pipelined"),
-        ("gather", 8 << 20, "cma"),
-        ("allgather", 4 << 20, "shm_pipelined"),
-        ("allgather", 8 << 20, "cma"),
-        ("alltoall", 4 << 20, "cma"),
+        ("allreduce", 1 << 30, "shm_or_cma"),
+        ("gather", 8 << 20, "shm_or_cma"),
+        ("gather", 16 << 20, "cma"),
+        ("allgather", 32 << 10, "shm_pipelined"),
+        ("allgather", 64 << 10, "shm_or_cma"),
+        ("alltoall", 16 << 20, "cma"),
     ],
 )
 def test_built_in_rules_for_large_messages(collective: str, nbytes: int, name: str) -> None:

@@ -1,0 +1,104 @@
+"""Collectives in private memory of other ranks: the choice between that and the slots, and the end of writes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from support.ranks import Ranks
+
+import mpicoll
+from mpicoll.engine.selection.catalogue import SHARED_MEMORY
+
+pytestmark = pytest.mark.extension
+
+LATE, TRIES = 8, 4  # calls: as in mpicoll/csrc/path_trials.c
+PIECE = 4096
+
+
+@pytest.mark.parametrize("collective", [name for name, methods in SHARED_MEMORY.items() if "shm_or_cma" in methods])
+def test_both_paths_give_the_same_bits(several: Ranks, collective: str) -> None:
+    """In as many calls as it takes to try both and to choose, with an input that differs in each."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        call = getattr(mpicoll, collective)
+        rng = np.random.default_rng(world.rank)
+        x = np.empty(world.size * 3001)
+        options: dict[str, Any] = {"root": world.size - 1} if collective in ("bcast", "gather", "reduce") else {}
+        passed = x[:3001] if collective == "scatter" and world.rank > 0 else x
+        for _ in range(LATE + 2 * TRIES + 4):
+            x[:] = rng.standard_normal(x.size)
+            got, want = (call(passed.copy(), algorithm=one, **options) for one in ("shm_or_cma/4k", "shm_pipelined/4k"))
+            assert (got is None) is (want is None)
+            assert got is None or got.tobytes() == want.tobytes()
+
+    several(body)
+
+
+def test_ranks_choose_alike() -> None:
+    """Rank 0's number of the call counts, and a rank that has forgotten its times has none."""
+
+    def body() -> list[bool]:
+        from mpicoll._shm import Collective
+
+        world = mpicoll.world()
+        mpicoll.barrier()
+        arena = world._core.arena()
+        assert arena is not None
+        x = np.full(4 * PIECE, world.rank + 1, np.uint8)
+        y = np.zeros((world.size, x.size), np.uint8)
+        reads, made = [], None
+        for call in range(LATE + 2 * TRIES + 30):
+            if made is None or (world.rank == 1 and call in (3, 10)) or (world.rank == 0 and call == 30):
+                counts = (x.size,) * world.size
+                made = Collective(arena, "allgather", "", "", 1, counts, 0, PIECE, False, 9, tries=True)
+            y[:] = 0
+            before = arena.number
+            made.carry_out(x, y)
+            assert (y == np.arange(1, world.size + 1)[:, None]).all()
+            # One to exchange the locations, and one at the end; or one for each piece.
+            steps = arena.number - before
+            assert steps in (2, 5)
+            reads.append(steps == 2)
+        return reads
+
+    first, *others = mpicoll.run_local(body, 3)
+    assert others == [first] * 2
+    trials = [False] * TRIES + [True] * TRIES
+    assert first[: LATE + 2 * TRIES] == [False] * LATE + trials
+    assert len(set(first[LATE + 2 * TRIES : 30])) == 1
+    assert first[30 + LATE : 30 + LATE + 2 * TRIES] == trials
+
+
+def test_no_rank_writes_to_memory_of_one_that_has_left() -> None:
+    nbytes = 64 << 20
+    ended = threading.Event()
+
+    def body() -> None:
+        from mpicoll._shm import Collective
+
+        world = mpicoll.world()
+        mpicoll.barrier()
+        arena = world._core.arena()
+        assert arena is not None
+        x = np.full(nbytes, world.rank, np.uint8)
+        made = Collective(arena, "bcast", "", "", 1, (nbytes,), 1, 1 << 20, False, 9, reads=True)
+        if world.rank == 1:
+            try:
+                with pytest.raises(mpicoll.CommunicationError):
+                    made.carry_out(x, x)
+            finally:
+                ended.set()
+            return
+        # As far as rank 1 begins to write.
+        arena.post(0, 0, 0, 0, 0, x.ctypes.data, 0, 0)
+        arena.step_signature(9)
+        arena.abandon()
+        left = x.copy()
+        assert ended.wait(20)
+        np.testing.assert_array_equal(x, left)
+
+    mpicoll.run_local(body, 2)
