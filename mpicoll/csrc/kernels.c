@@ -38,7 +38,7 @@ static const char *const level_names[LEVELS] = {"base", "avx2", "avx512"};
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-enum { WORD_BYTES = 8 };
+enum { WORD_BYTES = 8, AHEAD_BYTES = 2048 };
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words have their first byte in their lowest bits");
 
@@ -130,7 +130,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #pragma GCC pop_options
 #endif
 
-/* Only bfloat16, for which there is more to do than to wait for memory. */
+/* Only halves, for which there is more to do than to wait for memory. */
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
 #else
@@ -140,6 +140,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #define LEVEL(name) avx512_##name
 #define VECTOR_BYTES 64UL
 #include "kernels_vectors.h"
+HALF_KERNELS(float16)
 #undef LEVEL
 #undef VECTOR_BYTES
 #if defined(__clang__)
@@ -148,11 +149,16 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #pragma GCC pop_options
 #endif
 
-static const ReduceKernel avx512_bfloat16[OPS] = {
-    [SUM] = avx512_reduce_sum_bfloat16, [PROD] = avx512_reduce_prod_bfloat16, [AVG] = avx512_reduce_avg_bfloat16,
-    [MIN] = avx512_reduce_min_bfloat16, [MAX] = avx512_reduce_max_bfloat16};
-static const ReduceKernel avx512_bfloat16_streams[OPS] = {
-    [SUM] = avx512_reduce_sum_bfloat16_stream, [AVG] = avx512_reduce_avg_bfloat16_stream};
+#define COLUMN_HALF(half)                                                                                              \
+    {[SUM] = avx512_reduce_sum_##half, [PROD] = avx512_reduce_prod_##half, [AVG] = avx512_reduce_avg_##half,           \
+     [MIN] = avx512_reduce_min_##half, [MAX] = avx512_reduce_max_##half}
+#define COLUMN_STREAMS(half) {[SUM] = avx512_reduce_sum_##half##_stream, [AVG] = avx512_reduce_avg_##half##_stream}
+
+static const ReduceKernel avx512_table[][OPS] = {COLUMN_HALF(float16), COLUMN_HALF(bfloat16)};
+static const ReduceKernel avx512_streams[][OPS] = {COLUMN_STREAMS(float16), COLUMN_STREAMS(bfloat16)};
+_Static_assert(BFLOAT16 == FLOAT16 + 1, "the order of the columns");
+
+static int is_half(DTypeName dtype) { return dtype == FLOAT16 || dtype == BFLOAT16; }
 
 /* The registers that the operating system saves: XCR0. */
 static uint64_t saved_registers(void)
@@ -177,14 +183,15 @@ static Level find_level(void)
 
 static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
 {
-    if (level == AVX512 && dtype == BFLOAT16)
-        return avx512_bfloat16[op];
+    if (level == AVX512 && is_half(dtype))
+        return avx512_table[dtype - FLOAT16][op];
     return level == BASE ? base_table[op][dtype] : avx2_table[op][dtype];
 }
 
 static ReduceKernel choose_streaming(OpName op, DTypeName dtype, Level level)
 {
-    ReduceKernel streams = level == AVX512 && dtype == BFLOAT16 ? avx512_bfloat16_streams[op] : avx2_streams[op][dtype];
+    ReduceKernel streams =
+        level == AVX512 && is_half(dtype) ? avx512_streams[dtype - FLOAT16][op] : avx2_streams[op][dtype];
     return level == BASE || streams == NULL ? choose(op, dtype, level) : streams;
 }
 #else

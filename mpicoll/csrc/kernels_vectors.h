@@ -34,6 +34,14 @@ EACH_NUMBER(DEFINE_ACCESS)
 
 INLINE void LEVEL(store)(char *to, BITS vector) { memcpy(to, &vector, VECTOR_BYTES); }
 
+/* Fetch what is read later. Of halves only: conversions fill the processor's window before it meets enough loads. */
+INLINE void LEVEL(fetch_for_stream)(const char *from)
+{
+    for (size_t line = 0; line < 4 * VECTOR_BYTES; line += 64)
+        __builtin_prefetch(from + AHEAD_BYTES + line);
+}
+INLINE void LEVEL(fetch_for_store)(const char *from) { (void)from; }
+
 #if VECTOR_BYTES == 32
 INLINE void LEVEL(stream)(char *to, BITS vector) { _mm256_stream_si256((__m256i *)to, (__m256i)vector); }
 #elif VECTOR_BYTES == 64
@@ -142,6 +150,20 @@ INLINE BITS LEVEL(pack_float16)(WIDE total)
     __m128i high = _mm256_cvtps_ph((__m256)total.high, _MM_FROUND_TO_NEAREST_INT);
     return (BITS)_mm256_set_m128i(high, low);
 }
+#elif VECTOR_BYTES == 64
+INLINE WIDE LEVEL(load_float16)(const char *from)
+{
+    __m512 low = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    __m512 high = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + 32)));
+    return (WIDE){(FLOATS)low, (FLOATS)high};
+}
+
+INLINE BITS LEVEL(pack_float16)(WIDE total)
+{
+    __m256i low = _mm512_cvtps_ph((__m512)total.low, _MM_FROUND_TO_NEAREST_INT);
+    __m256i high = _mm512_cvtps_ph((__m512)total.high, _MM_FROUND_TO_NEAREST_INT);
+    return (BITS)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
 #elif defined(__aarch64__)
 INLINE WIDE LEVEL(load_float16)(const char *from)
 {
@@ -206,10 +228,14 @@ INLINE BITS LEVEL(pack_float16)(WIDE total)
     {                                                                                                                  \
         for (; bytes - at >= 4 * VECTOR_BYTES; at += 4 * VECTOR_BYTES) {                                               \
             const char *from = parts[0] + at;                                                                          \
+            if (sizeof(Vector) > VECTOR_BYTES)                                                                         \
+                LEVEL(fetch_for_##write)(from);                                                                        \
             Vector total0 = load(from), total1 = load(from + VECTOR_BYTES);                                            \
             Vector total2 = load(from + 2 * VECTOR_BYTES), total3 = load(from + 3 * VECTOR_BYTES);                     \
             for (int part = 1; part < nparts; part++) {                                                                \
                 from = parts[part] + at;                                                                               \
+                if (sizeof(Vector) > VECTOR_BYTES)                                                                     \
+                    LEVEL(fetch_for_##write)(from);                                                                    \
                 total0 = combine(total0, load(from));                                                                  \
                 total1 = combine(total1, load(from + VECTOR_BYTES));                                                   \
                 total2 = combine(total2, load(from + 2 * VECTOR_BYTES));                                               \
