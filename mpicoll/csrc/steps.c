@@ -59,7 +59,8 @@ enum {
     SLEEPERS_AT = STATE_AT + LINE, /* in a line that is seldom written: a look there takes no transfer */
     POSTED_AT = STATE_AT + 2 * LINE,
     RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
-    SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
+    EAGER_SPINS = 20,        /* polls without a pause, which takes up to a third of a step */
+    SPINS = 100,             /* more polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
     YIELDS = 64,             /* where ranks share cores, before the wait goes on in Python, which looks for failures */
     TURNS = 8,               /* of polls and a yield where each rank has a core, which other programs may use too */
@@ -556,7 +557,17 @@ static __attribute__((noinline)) int wait_long(Steps *steps, const Words *words)
     return status;
 }
 
-static inline int count_spins(const Steps *steps) { return steps->has_own_core ? SPINS : SHARED_SPINS; }
+static inline int count_spins(const Steps *steps)
+{
+    return steps->has_own_core ? EAGER_SPINS + SPINS : SHARED_SPINS;
+}
+
+/* Pause between polls, of which `spin` are left. */
+static inline void relax_late(int spin)
+{
+    if (spin <= SPINS)
+        relax();
+}
 
 /* Wait until the words of all ranks up to a step of this rank have been seen. Returns 1 if they differ in a step, 0 if
  * they are equal, -1 with an exception if the wait has failed. */
@@ -568,7 +579,7 @@ static inline int wait_for_all(Steps *steps, uint32_t until)
         if (status >= 0)
             return status;
         if (spin > 0) {
-            relax();
+            relax_late(spin);
             continue;
         }
         const Words last = begin_words(steps, until);
@@ -646,7 +657,7 @@ static int wait_for_descriptions(Steps *steps)
     Words words = {.step = steps->step, .end = steps->size, .describes = true};
     for (int spin = count_spins(steps); !see_words(steps, &words); spin--) {
         if (spin > 0)
-            relax();
+            relax_late(spin);
         else if (wait_long(steps, &words) < 0)
             return -1;
     }
@@ -779,7 +790,7 @@ static inline int wait_for_some(Steps *steps, uint32_t signature, int first, int
                 words.difference = 1; /* in an earlier step */
             break;
         }
-        relax();
+        relax_late(spin);
     }
     return words.difference == 0 ? 0 : wait_for_all(steps, steps->step);
 }
