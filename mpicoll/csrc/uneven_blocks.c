@@ -25,7 +25,7 @@ static const uint64_t SUM = ((uint64_t)1 << 62) - 1;
 
 enum {
     BESIDE_BYTES = SMALL_SLOT_BYTES - sizeof(Header),
-    READ_AT = 4 << 20 /* bytes of all blocks of a rank, if they were all as large as the largest one of any rank */
+    READ_AT = 1 << 20 /* bytes of all blocks of a rank, if they were all as large as the largest one of any rank */
 };
 
 /* The place among the pieces of `from` of that for `to`: it begins with the next rank, and has none for itself. */
