@@ -234,8 +234,8 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     return 0;
 }
 
-/* Write elements that are equal to the identity, in copies of what has been written, which stays in the caches. */
-static void fill(const Collective *one, char *to, size_t nbytes)
+/* In copies of what has been written, which stays in the caches. */
+void fill_identity(const Collective *one, char *to, size_t nbytes)
 {
     size_t done = min_size(one->itemsize, nbytes);
     copy(to, one->identity, done);
@@ -269,7 +269,7 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
         if (one->operands > 1)
             reduce_parts(one, one->reduce_out, target + start, one->operands, nbytes);
         else if (one->operands == 0)
-            fill(one, target + start, nbytes);
+            fill_identity(one, target + start, nbytes);
         else if (target + start != one->parts[0])
             copy_out(one, target + start, one->parts[0], nbytes);
     }
@@ -354,6 +354,7 @@ static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t 
 {
     one->source_bytes = one->target_bytes = layout->total;
     one->run = reduce_prefixes;
+    one->access = ACCESS_PREFIX;
     one->step_count = cut(one, layout->total, piece, 1);
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
 }

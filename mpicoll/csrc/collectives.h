@@ -24,7 +24,7 @@ typedef struct {
 } Move;
 
 /* What a rank does with the arrays of others, where it has access to them. */
-typedef enum { ACCESS_NOTHING, ACCESS_MOVES, ACCESS_VECTOR, ACCESS_BLOCK } Access;
+typedef enum { ACCESS_NOTHING, ACCESS_MOVES, ACCESS_VECTOR, ACCESS_BLOCK, ACCESS_PREFIX } Access;
 
 typedef struct Collective Collective;
 struct Collective {
@@ -103,6 +103,9 @@ static inline void copy_out(const Collective *one, char *to, const char *from, s
     else
         copy_piece(one, to, from, nbytes);
 }
+
+/* Write elements that are equal to the identity to the output. */
+void fill_identity(const Collective *one, char *to, size_t nbytes);
 
 /* The place in a slot of what is written before a step. */
 static inline size_t find_place(const Collective *one, uint32_t step)

@@ -91,8 +91,7 @@ static int allocate(const Collective *one)
         return -1;
     const size_t threads = steps->threads > 1 ? min_size((size_t)steps->threads, MAX_THREADS) : 1;
     const size_t piece_bytes = threads * one->access_width;
-    if (one->reads_memory && (one->access == ACCESS_VECTOR || one->access == ACCESS_BLOCK) &&
-        made->piece_bytes < piece_bytes) {
+    if (one->reads_memory && one->access > ACCESS_MOVES && made->piece_bytes < piece_bytes) {
         free(made->pieces);
         made->pieces = malloc(size * piece_bytes);
         made->piece_bytes = made->pieces == NULL ? 0 : piece_bytes;
@@ -105,7 +104,8 @@ static int allocate(const Collective *one)
 bool tries_direct(const Collective *one)
 {
     return one->access != ACCESS_NOTHING &&
-           (one->reads_memory || (one->steps->has_segments && one->nbytes >= SEGMENT_BYTES));
+           (one->reads_memory ||
+            (one->access != ACCESS_PREFIX && one->steps->has_segments && one->nbytes >= SEGMENT_BYTES));
 }
 
 int locate_arrays(const Collective *one, const char *source, const char *target)
@@ -157,7 +157,7 @@ static bool lie_in_segments(const Collective *one)
     const bool writes = one->access == ACCESS_VECTOR && one->everywhere;
     const int64_t source = posted[one->has_one_source ? one->root : 0][SOURCE_SEGMENT];
     const int64_t target = posted[0][TARGET_SEGMENT];
-    if (source == 0 || (writes && target == 0))
+    if (one->access == ACCESS_PREFIX || source == 0 || (writes && target == 0))
         return false;
     for (int rank = 0; rank < steps->size; rank++) {
         /* Where only the root has data, a rank has mapped it if its own output lies in the same segment. */
@@ -167,6 +167,18 @@ static bool lie_in_segments(const Collective *one)
             return false;
     }
     return true;
+}
+
+/* Whether a rank writes its output where others still read its input. */
+static bool have_outputs_in_inputs(const Collective *one)
+{
+    for (int rank = 0; rank < one->steps->size && one->access == ACCESS_PREFIX; rank++) {
+        const uint64_t source = (uint64_t)one->steps->locations->posted[rank][SOURCE];
+        const uint64_t target = (uint64_t)one->steps->locations->posted[rank][TARGET];
+        if (target - source < one->nbytes || source - target < one->nbytes)
+            return true;
+    }
+    return false;
 }
 
 static bool can_all_read(const Collective *one)
@@ -381,12 +393,15 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
     const Locations *all = one->steps->locations;
     const int rank = one->steps->rank, size = one->steps->size;
     const bool writes = one->access == ACCESS_VECTOR && (one->everywhere || !one->has_result);
+    const int operands = one->access == ACCESS_PREFIX ? one->operands : size;
     const void **parts = get_parts(one, share);
     char *pieces = all->pieces + (size_t)share * (size_t)size * one->access_width;
     for (size_t start = begin; start < end; start += one->access_width) {
         const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int i = 1; i < size; i++) {
             const int peer = (rank + i) % size;
+            if (peer >= operands)
+                continue;
             char *piece = pieces + (size_t)peer * one->access_width;
             const int number =
                 read_memory(one->steps->processes[peer], all->posted[peer][SOURCE] + (int64_t)at, piece, nbytes);
@@ -401,7 +416,7 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
         /* Large outputs are written around the caches, from a piece that is in them. */
         const bool apart = writes && (one->streams || !one->has_result);
         char *result = apart ? pieces + (size_t)rank * one->access_width : whole->target + start;
-        (writes ? one->reduce : one->reduce_out)(result, parts, size, nbytes / one->itemsize);
+        (writes ? one->reduce : one->reduce_out)(result, parts, operands, nbytes / one->itemsize);
         if (writes && !write_result(one, result, at, nbytes, &whole->failures[share]))
             return;
         if (apart && one->has_result)
@@ -490,11 +505,26 @@ static int gather_with_writes(const Collective *one, const char *source, char *t
     return 0;
 }
 
+/* A rank that has nothing to reduce of exscan or scan. */
+static int move_prefix(const Collective *one, const char *source, char *target)
+{
+    if (one->operands == 0)
+        fill_identity(one, target, one->nbytes);
+    else if (one->steps->rank > 0)
+        return read_array(one, 0, SOURCE, 0, target, one->nbytes);
+    else
+        copy_out(one, target, source, one->nbytes);
+    return 0;
+}
+
 static int run_in_private_memory(const Collective *one, const char *source, char *target)
 {
     const int rank = one->steps->rank, size = one->steps->size;
     if (one->access == ACCESS_BLOCK)
         return read_and_reduce(one, source, target, one->own.from, one->own.from + one->own.nbytes);
+    if (one->access == ACCESS_PREFIX)
+        return one->operands < 2 ? move_prefix(one, source, target)
+                                 : read_and_reduce(one, source, target, 0, one->nbytes);
     if (one->access == ACCESS_VECTOR) {
         const size_t low = get_share_offset(one->nbytes, rank, size);
         return read_and_reduce(one, source, one->has_result ? target + low : NULL, low,
@@ -511,7 +541,7 @@ int run_direct(const Collective *one, const char *source, char *target)
         return -1;
     if (one->steps->has_segments && lie_in_segments(one))
         run_in_segments(one, source, target);
-    else if (!one->reads_memory || !can_all_read(one) || (one->trials != NULL && !prefers_reads(one)))
+    else if (!one->reads_memory || !can_all_read(one) || have_outputs_in_inputs(one) || (one->trials != NULL && !prefers_reads(one)))
         return 0;
     else if (run_in_private_memory(one, source, target) < 0)
         return -1;

@@ -43,8 +43,8 @@ SHARED_MEMORY = {
     "gather": ("shm_pipelined", "cma", "shm_or_cma"),
     "scatter": ("shm_pipelined", "cma", "shm_or_cma"),
     "alltoall": ("shm_pipelined", "cma", "shm_or_cma"),
-    "scan": ("shm_pipelined",),
-    "exscan": ("shm_pipelined",),
+    "scan": ("shm_pipelined", "cma", "shm_or_cma"),
+    "exscan": ("shm_pipelined", "cma", "shm_or_cma"),
     "barrier": ("shm_flat",),
 }
 """Algorithms of each collective in memory that ranks share (:mod:`mpicoll.engine.executors.shared_memory`)."""

@@ -12,7 +12,8 @@ DEFAULT_RULES = (
     "allgather:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,2m-inf:hierarchical,"
     "2m-inf:ring,0-inf:native;"
     "alltoall:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
-    "scan:shm_pipelined,native;exscan:shm_pipelined,native;barrier:shm_flat,native"
+    "scan:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,native;"
+    "exscan:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,native;barrier:shm_flat,native"
 )
 """Rules for data on the host, unless others are forced or tuned."""
 

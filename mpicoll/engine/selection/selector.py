@@ -182,7 +182,8 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
         for name, _ in _match_rules(rules, query):
             yield name, why
     if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
-        served = query.has_kernel and "cma" in SHARED_MEMORY.get(query.collective, ())
+        names = () if query.collective in ("scan", "exscan") else SHARED_MEMORY.get(query.collective, ())
+        served = query.has_kernel and "cma" in names
         for name in ("shm_pipelined", "cma") if served else ():
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     if query.nbytes is None and query.collective == "alltoall" and query.no_shm_reason is query.no_cma_reason is None:

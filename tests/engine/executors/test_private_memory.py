@@ -102,3 +102,18 @@ def test_no_rank_writes_to_memory_of_one_that_has_left() -> None:
         np.testing.assert_array_equal(x, left)
 
     mpicoll.run_local(body, 2)
+
+
+@pytest.mark.parametrize("collective", ["scan", "exscan"])
+def test_a_prefix_that_replaces_its_input(several: Ranks, collective: str) -> None:
+    """Where one rank does that, no rank may read its input while it writes."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        x = np.full(3001, world.rank + 1.0)
+        out = x if world.rank == 0 else np.empty_like(x)
+        got = getattr(mpicoll, collective)(x, out=out, algorithm="cma")
+        last = world.rank + 1 if collective == "scan" else world.rank
+        np.testing.assert_array_equal(got, last * (last + 1) / 2)
+
+    several(body)
