@@ -577,7 +577,6 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
             PyErr_NoMemory();
             return -1;
         }
-        begin_trials(one->trials);
     }
     one->reduce = one->reduce_out = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
@@ -597,6 +596,8 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
         layout.largest = nbytes[block] > layout.largest ? nbytes[block] : layout.largest;
     }
     int status = PyErr_Occurred() ? -1 : plan(one, name, &layout, (size_t)piece, flat != 0);
+    if (one->trials != NULL)
+        begin_trials(one->trials, layout.total);
     PyMem_Free(nbytes);
     one->streams = (one->source_bytes + one->target_bytes) * (size_t)size > CACHED_BYTES;
     if (one->streams && one->reduce != NULL)

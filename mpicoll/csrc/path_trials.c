@@ -16,9 +16,11 @@
 #include <time.h>
 
 enum {
-    TRIES = 4,    /* of each path in a round */
     ROUND = 1024, /* calls */
     LATE = 8,     /* calls before the first round: the slots of a message are at different places in that many */
+    TRIES = 8,    /* of each path in a round: their least time counts, since other programs may disturb some */
+    LARGE = 4 << 20, /* bytes from which on a slot has one place, and disturbances matter less */
+    LARGE_TRIES = 2,
     CALL_BITS = 10,
     TIME_BITS = 27,
     UNIT = 8 /* nanoseconds: a call of more than a second has the greatest time */
@@ -35,7 +37,11 @@ static int64_t read_nanoseconds(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-void begin_trials(PathTrials *trials) { *trials = (PathTrials){.call = ROUND - LATE}; }
+void begin_trials(PathTrials *trials, size_t nbytes)
+{
+    const bool large = nbytes >= LARGE;
+    *trials = (PathTrials){.tries = large ? LARGE_TRIES : TRIES, .call = large ? 0 : ROUND - LATE};
+}
 
 int64_t pack_trials(const PathTrials *trials)
 {
@@ -55,9 +61,9 @@ bool choose_reads(PathTrials *trials, const int64_t *posted, int size)
     }
     if (call == 0)
         trials->least[0] = trials->least[1] = 0;
-    trials->reads = call < TRIES ? false : call < 2 * TRIES ? true : reads < slots;
+    trials->reads = call < trials->tries ? false : call < 2 * trials->tries ? true : reads < slots;
     trials->call = (call + 1) % ROUND;
-    trials->begin = call < 2 * TRIES ? read_nanoseconds() : 0;
+    trials->begin = call < 2 * trials->tries ? read_nanoseconds() : 0;
     return trials->reads;
 }
 

@@ -14,7 +14,7 @@ from mpicoll.engine.selection.catalogue import SHARED_MEMORY
 
 pytestmark = pytest.mark.extension
 
-LATE, TRIES = 8, 4  # calls: as in mpicoll/csrc/path_trials.c
+LATE, TRIES = 8, 8  # calls: as in mpicoll/csrc/path_trials.c
 PIECE = 4096
 
 
@@ -51,8 +51,8 @@ def test_ranks_choose_alike() -> None:
         x = np.full(4 * PIECE, world.rank + 1, np.uint8)
         y = np.zeros((world.size, x.size), np.uint8)
         reads, made = [], None
-        for call in range(LATE + 2 * TRIES + 30):
-            if made is None or (world.rank == 1 and call in (3, 10)) or (world.rank == 0 and call == 30):
+        for call in range(LATE + 2 * TRIES + 50):
+            if made is None or (world.rank == 1 and call in (3, 12)) or (world.rank == 0 and call == 40):
                 counts = (x.size,) * world.size
                 made = Collective(arena, "allgather", "", "", 1, counts, 0, PIECE, False, 9, tries=True)
             y[:] = 0
@@ -69,8 +69,8 @@ def test_ranks_choose_alike() -> None:
     assert others == [first] * 2
     trials = [False] * TRIES + [True] * TRIES
     assert first[: LATE + 2 * TRIES] == [False] * LATE + trials
-    assert len(set(first[LATE + 2 * TRIES : 30])) == 1
-    assert first[30 + LATE : 30 + LATE + 2 * TRIES] == trials
+    assert len(set(first[LATE + 2 * TRIES : 40])) == 1
+    assert first[40 + LATE : 40 + LATE + 2 * TRIES] == trials
 
 
 def test_no_rank_writes_to_memory_of_one_that_has_left() -> None:
