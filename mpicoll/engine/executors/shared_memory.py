@@ -7,8 +7,8 @@ Four methods, which are algorithms for the selection:
   synchronisation a piece is enough; for reductions each rank reduces its share of every piece;
 * ``cma``: ranks read and write each other's private memory (cross-memory attach). While the kernel forbids
   that to one rank, all ranks do what ``shm_pipelined`` does instead;
-* ``shm_or_cma``: what of these two took less time in earlier calls of the kind, on the slowest rank. It depends on
-  whether a program passes a new input in each call.
+* ``shm_or_cma``: what of these two took less time in earlier calls of the kind, on the slowest rank, which depends on
+  whether a program passes a new input in each call; ``cma`` where ranks share cores.
 
 Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all of them read and write the buffers
 themselves.
@@ -60,11 +60,12 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.method == "shm_flat",
         signature,
         spec.identity,
-        spec.method == "cma",
+        spec.method in ("cma", "shm_or_cma"),
         spec.segment or 0,
         spec.arrivals or None,
         spec.rows,
-        spec.method == "shm_or_cma",
+        # Where ranks share cores, fewer steps are worth more than what could be timed.
+        spec.method == "shm_or_cma" and arena.has_own_core,
     )
 
 
