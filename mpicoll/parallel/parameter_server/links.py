@@ -18,7 +18,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import Timeout
 from mpicoll.parallel.parameter_server.agreement import Job
 from mpicoll.transport.base import Pending, Transport
-from mpicoll.transport.waiting import SPINS, Backoff
+from mpicoll.transport.waiting import NAP, SPINS, Backoff
 from mpicoll.wording import rank_list
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -27,8 +27,21 @@ _YIELD_SECONDS = 2e-4
 """Seconds after which a wait sleeps between its looks: a large message takes milliseconds, in which other ranks of the
 host use the core."""
 
+_SHORT_SECONDS = 2 * _YIELD_SECONDS
+"""Seconds of a wait after which the next one sleeps from its second look on. With messages that take milliseconds, the
+looks without a pause would take a large share of a core, and most of them to no effect."""
+
+_LAST_NAP_SHARE = 1 / 16
+"""Least seconds between two looks per second of the last wait: where the next one is as long, it ends little later."""
+
+_LAST_NAP = 2e-4
+"""Most of these seconds."""
+
+_NAP_SHARE = 1e-3
+"""Seconds between two looks per second of the wait so far."""
+
 _LONGEST_NAP = 5e-3
-"""Most seconds between two looks of a wait, which are at most a thousandth of its length."""
+"""Most seconds between two looks of a wait."""
 
 _SLEEPS_PER_CHECK = 32
 """Sleeps of a wait between two looks for failures that no transfer reports."""
@@ -58,6 +71,8 @@ class Links:
         core = core_of(comm)
         self._job = job
         self._timeout = comm.timeout
+        # Seconds that the last wait has taken.
+        self._last_wait = 0.0
         self.links: list[Link] = []
         # Only servers are members, and only of this one.
         self.servers: Communicator | None = None
@@ -106,14 +121,27 @@ class Links:
         A message from all of the ranks `needed`, or from any of them, ends the wait. Raises Timeout, or
         CommunicationError if these ranks will never send one.
         """
-        deadline = time.monotonic() + bound
-        for _ in range(SPINS):
-            if ready():
-                return
-        backoff = Backoff(yield_seconds=_YIELD_SECONDS, longest_nap=_LONGEST_NAP)
-        while backoff.yield_core():
-            if ready():
-                return
+        if ready():
+            return
+        begin = time.monotonic()
+        try:
+            if self._last_wait >= _SHORT_SECONDS or not _spin(ready):
+                self._sleep_until(operation, ready, needed, begin, bound, any_of=any_of)
+        finally:
+            self._last_wait = time.monotonic() - begin
+
+    def _sleep_until(
+        self,
+        operation: str,
+        ready: Callable[[], bool],
+        needed: Callable[[], Sequence[int]],
+        begin: float,
+        bound: float,
+        *,
+        any_of: bool,
+    ) -> None:
+        """Sleep between the looks of a wait that has begun at `begin`."""
+        shortest = max(NAP, min(_LAST_NAP_SHARE * self._last_wait, _LAST_NAP))
         naps = 0
         while True:
             ranks = tuple(needed())
@@ -128,17 +156,30 @@ class Links:
                     if naps % _SLEEPS_PER_CHECK == 0:
                         self.check_servers()
                     waiting.check()
-                    if time.monotonic() > deadline:
+                    passed = time.monotonic() - begin
+                    if passed > bound:
                         raise Timeout(
                             f"{operation}: {self._job.describe()} has received nothing from {rank_list(ranks)} for"
                             f" {bound:g} s; a longer time is set by timeout="
                         )
-                    backoff.sleep()
+                    time.sleep(min(max(shortest, _NAP_SHARE * passed), _LONGEST_NAP))
 
     def check_servers(self) -> None:
         """On a server: raise RankFailed if another server has died."""
         if self.servers is not None and self._job.survives_deaths:
             core_of(self.servers).transport.iprobe(None, None)
+
+
+def _spin(ready: Callable[[], bool]) -> bool:
+    """Call `ready` without a pause, then between yields of the core, for a short time. Return True once it has."""
+    for _ in range(SPINS):
+        if ready():
+            return True
+    backoff = Backoff(yield_seconds=_YIELD_SECONDS)
+    while backoff.yield_core():
+        if ready():
+            return True
+    return False
 
 
 def _independent_group(core: CommunicatorCore, ranks: Sequence[int]) -> Transport:

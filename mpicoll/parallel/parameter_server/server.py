@@ -114,6 +114,8 @@ class ParameterServer:
         self._receive_initial_weights()
         self._states = [WorkerState(link, self._buckets) for link in self._links.links]
         self._closed = False
+        # Whether something has changed since the last look at what can be applied and answered.
+        self._changed = True
         self.updates = self.loaded_updates = 0
         self._turn = 0
         self.staleness_counts: Counter[int] = Counter()
@@ -192,16 +194,19 @@ class ParameterServer:
 
     def _advance(self) -> bool:
         """Do what can be done without waiting. Return True if there was anything."""
-        progressed = False
         for state in self._states:
             if state.alive and self._guarded(state, state.poll):
-                progressed = True
+                self._changed = True
                 self._check_departure(state)
-        progressed |= self._apply_synchronously() if self._settings.mode == "sync" else self._apply_pushes()
+        if not self._changed:
+            return False
+        progressed = self._apply_synchronously() if self._settings.mode == "sync" else self._apply_pushes()
         for state in self._states:
             if state.alive:
                 progressed |= bool(self._guarded(state, partial(self._answer, state)))
-        return progressed
+        # Not more than one push is applied at a time, so there may be more to do.
+        self._changed = progressed
+        return True
 
     def _guarded(self, state: WorkerState, action: Callable[[], bool]) -> bool:
         """Return the result of `action`, which exchanges messages with a worker; True if the worker has died."""

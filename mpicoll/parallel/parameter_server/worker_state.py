@@ -92,6 +92,9 @@ class WorkerState:
                 del self._arriving[index]
                 self.arrived.add(index)
                 progressed = True
+        if self._row_requests and all(one.test() is not None for one in self._row_requests):
+            self._row_requests = []
+            progressed = True
         for index in list(self._sends):
             if self._sends[index].test() is not None:
                 del self._sends[index]
@@ -155,7 +158,7 @@ class WorkerState:
 
     def list_unanswered(self) -> list[int]:
         """Return the buckets that the current pull still has to be sent."""
-        if self.pull is None or any(one.test() is None for one in self._row_requests):
+        if self.pull is None or self._row_requests:
             return []
         return self._unanswered.copy()
 

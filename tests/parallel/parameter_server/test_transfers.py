@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker, transfers
+from mpicoll.engine.core.communicator import core_of
+from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker, links, transfers
+from mpicoll.parallel.parameter_server.links import Links
 from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT, Pace
 
 
@@ -62,5 +66,72 @@ def test_all_gradients_are_sent_by_a_push_between_threads() -> None:
                 worker.pull_weights()
                 worker.push_gradients({"w": np.ones(20000, np.float32)})
                 mpicoll.recv(np.zeros(1), 0)
+
+    mpicoll.run_local(program, 2, timeout=30)
+
+
+def test_waits_look_without_a_pause_after_a_short_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where messages take milliseconds, most of these looks would have no effect, and take a core from other ranks."""
+    now, looks, sleeps = [0.0], [0], [0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        sleeps[0] += 1
+
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+
+    def wait_for(waiting: Any, seconds: float) -> tuple[int, int]:
+        end, looks[0], sleeps[0] = now[0] + seconds, 0, 0
+
+        def ready() -> bool:
+            looks[0] += 1
+            return looks[0] > 1 and now[0] >= end
+
+        waiting.wait("pull_weights", ready, lambda: [0], 10.0, any_of=True)
+        return looks[0], sleeps[0]
+
+    def program() -> None:
+        waiting: Any = object.__new__(Links)
+        waiting._core, waiting._job = core_of(mpicoll.world()), SimpleNamespace(survives_deaths=True)
+        waiting._last_wait, waiting.servers = 0.0, None
+        assert wait_for(waiting, 0.0) == (2, 0)
+        spun, slept = wait_for(waiting, 4e-3)
+        assert spun > 20 + slept
+        for seconds, naps in ((4e-3, 21), (1e-3, 6), (1e-3, 17), (1e-4, 3)):
+            looked, slept = wait_for(waiting, seconds)
+            assert looked == slept + 2
+            assert slept <= naps
+        spun, slept = wait_for(waiting, 4e-3)
+        assert spun > 20 + slept, "the last one was short"
+
+    mpicoll.run_local(program, 1)
+
+
+def test_a_server_does_nothing_where_nothing_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, searches = [0], [0]
+    advance, search = ParameterServer._advance, ParameterServer._apply_synchronously
+
+    def count_looks(self: ParameterServer) -> bool:
+        looks[0] += 1
+        return advance(self)
+
+    def count_searches(self: ParameterServer) -> bool:
+        searches[0] += 1
+        return search(self)
+
+    monkeypatch.setattr(ParameterServer, "_advance", count_looks)
+    monkeypatch.setattr(ParameterServer, "_apply_synchronously", count_searches)
+
+    def program() -> None:
+        if mpicoll.world().rank == 0:
+            ParameterServer(SGD(lr=1.0)).run()
+            return
+        with Worker({"w": np.zeros(10)}) as worker:
+            before = looks[0]
+            while looks[0] < before + 100:
+                time.sleep(1e-3)
+            assert searches[0] < 10
+            worker.push_gradients({"w": np.ones(10)})
+            worker.pull_weights()
 
     mpicoll.run_local(program, 2, timeout=30)
