@@ -10,19 +10,25 @@ The first ranks are servers, on links of `--rate`. Two tables, both of the media
   bytes. The bound by bytes on the wire also has the headers of Ethernet, IP and TCP, 66 of 1,514 bytes.
 * hidden: a multilayer perceptron of torch of the same size, whose step begins with a pull. `compute` is a step with
   neither pull nor push, `transfer` one with nothing else, and hidden is the share of `transfer` that a step with all
-  three does not take longer than `compute`. The three take turns in blocks, and the share is that of each block, so
-  that a drift of the machine affects all three alike; the median and the quartiles of the blocks are printed.
+  three does not take longer than `compute`. `by plain sockets` is what the machine allows: the same share where threads
+  that do nothing else send and receive as many bytes by TCP while the same model computes, which needs none of them.
+  All take turns in blocks, and the shares are those of each block, so that a drift of the machine affects all alike;
+  the median and the quartiles of the blocks are printed. `of best` compares the means of the fastest quarter of each:
+  where other programs use the machine, too, its noise is less. `CPU` is the time of the cores that a step takes from
+  the worker's own thread beyond that of `compute`, from its other threads, and from the first server in each update.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import mean, median, quantiles
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,22 +61,88 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(step: Callable[[], Any], steps: int) -> list[float]:
-    """Return the seconds of each step."""
+class Times(NamedTuple):
+    """Seconds of a step: of the clock, of the core that its thread uses, and of those that other threads use."""
+
+    wall: float
+    own: float
+    other: float
+
+
+def measure(step: Callable[[], Any], steps: int) -> list[Times]:
+    """Return the times of each step."""
     found = []
     for _ in range(steps):
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.thread_time(), time.process_time()
         step()
-        found.append(time.perf_counter() - begin)
+        wall, own, process = (
+            time.perf_counter() - begin[0],
+            time.thread_time() - begin[1],
+            time.process_time() - begin[2],
+        )
+        found.append(Times(wall, own, process - own))
     return found
 
 
-def measure_in_turns(functions: Sequence[Callable[[], Any]], steps: int, members: Any) -> list[list[float]]:
-    """Return, for each of several blocks, the mean seconds of each function on the slowest of `members`. The first
-    step of a function in a block is not timed."""
-    blocks = [[mean(measure(function, 1 + _TIMED)[1:]) for function in functions] for _ in range(-(-steps // _TIMED))]
-    everyone = mpicoll.allgather_object(blocks, comm=members)
-    return np.max(everyone, axis=0).tolist()
+def measure_in_turns(functions: Sequence[Callable[[], Any]], steps: int, members: Any) -> Any:
+    """Return, for each of several blocks, the mean times of each function on the slowest of `members`. The first step
+    of a function in a block is not timed."""
+    blocks = [
+        [np.mean(measure(function, 1 + _TIMED)[1:], axis=0) for function in functions]
+        for _ in range(-(-steps // _TIMED))
+    ]
+    everyone = mpicoll.allgather_object(np.array(blocks), comm=members)
+    return np.max(everyone, axis=0)
+
+
+class PlainSockets:
+    """Connections by TCP of each worker with each server, on which threads move `nbytes` each way. Collective over all
+    ranks, of which the first `servers` are servers."""
+
+    def __init__(self, servers: int, nbytes: int) -> None:
+        world = mpicoll.world()
+        self._data, self._memory = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        with socket.create_server(("", 0)) as listener:
+            place = socket.gethostbyname(socket.gethostname()), listener.getsockname()[1]
+            places = mpicoll.allgather_object(place)
+            if world.rank >= servers:
+                self._connections = [socket.create_connection(place) for place in places[:servers]]
+            else:
+                self._connections = [listener.accept()[0] for _ in range(servers, world.size)]
+                for connection in self._connections:
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer what arrives by as many bytes, until the worker closes the connection."""
+        while connection.recv(1, socket.MSG_PEEK):
+            for thread in self._start(connection):
+                thread.join()
+
+    def _start(self, connection: socket.socket) -> list[threading.Thread]:
+        threads = [
+            threading.Thread(target=connection.sendall, args=(self._data,)),
+            threading.Thread(target=self._receive, args=(connection,)),
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _receive(self, connection: socket.socket) -> None:
+        left = memoryview(self._memory)
+        while left:
+            left = left[connection.recv_into(left, len(left), socket.MSG_WAITALL) :]
+
+    def move(self, compute: Callable[[], Any]) -> None:
+        """Send and receive on a worker, while `compute` runs."""
+        threads = [thread for connection in self._connections for thread in self._start(connection)]
+        compute()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Close the connections of a worker, which ends the threads of the servers."""
+        for connection in self._connections:
+            connection.close()
 
 
 def slowest(seconds: float, workers: Any) -> float:
@@ -92,7 +164,7 @@ def measure_throughput(arguments: argparse.Namespace, console: Console) -> None:
             worker.push_gradients(gradient)
             worker.pull_weights()
 
-        times = measure(step, arguments.steps)
+        times = [one.wall for one in measure(step, arguments.steps)]
     taken = slowest(median(times), members)
     nbytes = arguments.megabytes * 1e6 * max(1.0, workers / servers)
     bound = nbytes / find_rate(arguments.rate)
@@ -116,7 +188,6 @@ def find_rate(text: str) -> float:
 def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
     world, servers = mpicoll.world(), arguments.servers
     members = world.group(range(servers, world.size))
-    optimizer = partial(torch.optim.SGD, lr=1e-3)
     rows = []
     choices: list[dict[str, Any]] = [{"prefetch": False}, {}, {"prefetch": True}]
     if arguments.default_only:
@@ -125,43 +196,79 @@ def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
     width = arguments.width
     layers = max(1, round(arguments.megabytes * 250_000 / width**2))
     for options in choices:
+        sockets = PlainSockets(servers, 4 * layers * (width + 1) * width // servers)
+        blocks, used = None, 0.0
         if world.rank < servers:
-            ParameterServer(optimizer=optimizer).run()
-            continue
-        torch.manual_seed(0)
-        plain = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
-        x = torch.randn(arguments.batch, width)
-
-        module = copy.deepcopy(plain)
-
-        def compute_alone(plain: nn.Module = plain, x: torch.Tensor = x) -> None:
-            plain(x).square().mean().backward()
-            for parameter in plain.parameters():
-                parameter.grad = None
-
-        with Worker(module, **options) as worker:
-
-            def transfer(worker: Worker = worker) -> None:
-                worker.pull_weights()
-                worker.push_gradients()
-
-            def step(worker: Worker = worker, module: nn.Module = module, x: torch.Tensor = x) -> None:
-                worker.pull_weights()
-                module(x).square().mean().backward()
-                worker.push_gradients()
-
-            blocks = measure_in_turns([compute_alone, transfer, step], arguments.steps, members)
-        name = ", ".join(f"{key}={value}" for key, value in options.items()) or "default"
-        low, middle, high = quantiles([1 - (whole - alone) / moved for alone, moved, whole in blocks], n=4)
-        times = [f"{1e3 * median(one):.1f}" for one in zip(*blocks, strict=True)]
-        rows.append([name, *times, f"{middle:.2f} ({low:.2f}-{high:.2f})"])
+            used = serve(ParameterServer(optimizer=partial(torch.optim.SGD, lr=1e-3)))
+        else:
+            torch.manual_seed(0)
+            module = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
+            x = torch.randn(arguments.batch, width)
+            blocks = measure_worker(module, x, options, sockets, arguments.steps, members)
+        used = mpicoll.bcast_object(used, root=0)
+        if blocks is not None:
+            rows.append([", ".join(f"{key}={value}" for key, value in options.items()) or "default"])
+            rows[-1] += describe(blocks, used)
     if world.rank == servers:
         table = Table(title=f"{servers} servers, batch of {arguments.batch}, {layers} layers, {arguments.rate}")
-        for column in ("options", "compute", "transfer", "ms of a step", "hidden (quartiles)"):
+        columns = ("options", "compute", "transfer", "ms of a step", "hidden (quartiles)", "of best")
+        for column in (*columns, "by plain sockets", "of best", "CPU"):
             table.add_column(column, justify="right")
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+
+def serve(server: ParameterServer) -> float:
+    """Serve until all workers have left. Return the seconds of a core that an update takes, a median."""
+    used = []
+    begin = time.process_time()
+    while server.update_model():
+        used.append(time.process_time() - begin)
+        begin += used[-1]
+    return median(used)
+
+
+def measure_worker(
+    module: nn.Module, x: torch.Tensor, options: dict[str, Any], sockets: PlainSockets, steps: int, members: Any
+) -> Any:
+    """Return the times of computing, of transferring, of both, and of computing beside plain sockets, in blocks."""
+    plain = copy.deepcopy(module)
+
+    def compute() -> None:
+        plain(x).square().mean().backward()
+        for parameter in plain.parameters():
+            parameter.grad = None
+
+    with Worker(module, **options) as worker:
+
+        def transfer() -> None:
+            worker.pull_weights()
+            worker.push_gradients()
+
+        def step() -> None:
+            worker.pull_weights()
+            module(x).square().mean().backward()
+            worker.push_gradients()
+
+        blocks = measure_in_turns([compute, transfer, step, partial(sockets.move, compute)], steps, members)
+    sockets.close()
+    return blocks
+
+
+def describe(blocks: Any, used: float) -> list[str]:
+    """Return the cells of a table for blocks of times, in seconds, and for the time of a core that a server uses."""
+    wall = blocks[:, :, Times._fields.index("wall")]
+    best = np.sort(wall, axis=0)[: max(1, len(wall) // 4)].mean(axis=0)
+    cells = [f"{1e3 * one:.1f}" for one in np.median(wall, axis=0)[:3]]
+    for whole in (2, 3):
+        share = 1 - (wall[:, whole] - wall[:, 0]) / wall[:, 1]
+        low, middle, high = np.quantile(share, (0.25, 0.5, 0.75))
+        cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
+        cells.append(f"{1 - (best[whole] - best[0]) / best[1]:.2f}")
+    _, own, other = np.median(blocks[:, 2], axis=0) - np.median(blocks[:, 0], axis=0)
+    cells.append(f"{1e3 * own:.0f}, {1e3 * other:.0f}, {1e3 * used:.0f}")
+    return cells
 
 
 def main() -> None:
