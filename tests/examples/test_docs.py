@@ -211,7 +211,7 @@ def check_command(words: list[str], page: str) -> None:
         check_slurm_command(program, rest, page)
     elif program.startswith("ci/"):
         check_shell_script(ROOT / program, rest)
-    elif program in ("source", "pre-commit", "git", "docker", "apptainer", "pip", "mkdir", "ln", "export"):
+    elif program in ("source", "pre-commit", "git", "docker", "apptainer", "pip", "mkdir", "cd", "ln", "export"):
         for word in rest:
             if re.match(r"(ci|docs|tests|examples)/", word):
                 assert (ROOT / word).exists(), words
@@ -231,6 +231,8 @@ def check_slurm_command(program: str, words: list[str], page: str) -> None:
 def check_python(words: list[str], page: str) -> None:
     if not words:
         return
+    # From the folder of the tutorial's programs.
+    words[0] = words[0].removeprefix("../../")
     if words[0] == "-m":
         assert words[1] in ("mpicoll", "pytest", "venv"), words
         if words[1] == "mpicoll":
