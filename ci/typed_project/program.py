@@ -25,6 +25,14 @@ def average(x: Vector) -> Vector:
 def exchange(world: mpicoll.Communicator, x: Vector) -> Vector:
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     received: Vector = mpicoll.sendrecv(x, right, left)
+    assert_type(mpicoll.sendrecv(x, right, left), Vector | Any)  # None where a neighbour is PROC_NULL
+    assert_type(mpicoll.sendrecv(x, right, left, out=received), Vector)
+    request = mpicoll.isend(x, right)
+    assert_type(mpicoll.recv(source=left, out=received), Vector)
+    request.wait()
+    assert_type(mpicoll.allgather_object(world.rank), list[int])
+    assert_type(mpicoll.gather_object("rank"), list[str] | None)
+    assert_type(mpicoll.alltoall_object([1.5] * world.size), list[float])
     return received
 
 
@@ -53,6 +61,14 @@ def main() -> None:
     assert_type(first, mpicoll.Communicator | None)  # None where a rank passes no color
     received = exchange(world, x)
     mpicoll.barrier(comm=half)
+    ring = world.cart([world.size], periods=True)
+    assert_type(ring, mpicoll.CartesianCommunicator | None)  # None on ranks beyond the grid
+    if ring is not None:
+        assert_type(mpicoll.neighbor_allgather(x, comm=ring), Vector)
+        ring.free()
+    assert_type(mpicoll.empty(3, "float64"), np.ndarray[Any, Any])
+    with mpicoll.Window(4, x.dtype) as window:
+        assert_type(window.get(0, out=received), Vector)
     try:
         mpicoll.allreduce(x, algorithm="unknown")
     except mpicoll.AlgorithmError:

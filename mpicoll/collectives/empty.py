@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -20,6 +20,24 @@ from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError, ShapeError
 
 
+@overload
+def empty(
+    shape: int | tuple[int, ...],
+    dtype: Any = ...,
+    *,
+    like: Literal["numpy"] = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> Array: ...
+@overload
+def empty(
+    shape: int | tuple[int, ...],
+    dtype: Any = ...,
+    *,
+    like: Literal["numpy", "torch"],
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> Any: ...
 def empty(
     shape: int | tuple[int, ...],
     dtype: Any = "float32",

@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.recognise import output, recognise
-from mpicoll.collectives.arguments import adds_rank_to_errors
+from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors
 from mpicoll.collectives.empty import check_shape, make_array
 from mpicoll.collectives.memory import InputArray, OutputArray
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -138,6 +138,18 @@ class File:
 
         return cls(core, name, mode, core.queue.run(run, Call(f"File.open({name!r}, {mode!r})")))
 
+    @overload
+    def read_at(
+        self,
+        offset: int,
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: str = ...,
+        out: None = ...,
+    ) -> Any: ...
+    @overload
+    def read_at(self, offset: int, shape: None = ..., dtype: None = ..., *, like: str = ..., out: ArrayT) -> ArrayT: ...
     def read_at(
         self,
         offset: int,
@@ -155,6 +167,20 @@ class File:
         """
         return self._read("read_at", offset, shape, dtype, like, out)
 
+    @overload
+    def read_at_all(
+        self,
+        offset: int,
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: str = ...,
+        out: None = ...,
+    ) -> Any: ...
+    @overload
+    def read_at_all(
+        self, offset: int, shape: None = ..., dtype: None = ..., *, like: str = ..., out: ArrayT
+    ) -> ArrayT: ...
     def read_at_all(
         self,
         offset: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mpicoll.buffers.recognise import bind_empty, recognise
 from mpicoll.collectives.arguments import (
     ArrayT,
     Counts,
+    Scalar,
     adds_rank_to_errors,
     check_timeout,
     get_block_bytes,
@@ -35,6 +36,14 @@ from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicatorError, ShapeError
 
 
+@overload
+def neighbor_allgather(
+    x: Scalar, *, counts: Counts | None = ..., out: Any = ..., comm: CommLike = ..., timeout: float | None = ...
+) -> Any: ...
+@overload
+def neighbor_allgather(
+    x: ArrayT, *, counts: Counts | None = ..., out: Any = ..., comm: CommLike = ..., timeout: float | None = ...
+) -> ArrayT: ...
 @repeats("neighbor_allgather", "counts")
 def neighbor_allgather(
     x: Any, *, counts: Counts | None = None, out: Any = None, comm: CommLike = None, timeout: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.selection.selector import get_forced_rules
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import ArgumentError, MismatchError
+
+T = TypeVar("T")
 
 _BLOCK, _HEAD = 512, 24
 """Sizes in bytes of a block of the first exchange, and of its header.
@@ -80,7 +82,7 @@ def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeo
     return obj if outgoing is not None else unpickle(communicator, "bcast_object", root, message)
 
 
-def gather_object(obj: Any, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> list[Any] | None:
+def gather_object(obj: T, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> list[T] | None:
     """Collect one object of each rank on rank `root`.
 
     Args:
@@ -108,7 +110,7 @@ def gather_object(obj: Any, root: int = 0, *, comm: CommLike = None, timeout: fl
     return _gather_objects(communicator, "gather_object", obj, root, timeout)
 
 
-def allgather_object(obj: Any, *, comm: CommLike = None, timeout: float | None = None) -> list[Any]:
+def allgather_object(obj: T, *, comm: CommLike = None, timeout: float | None = None) -> list[T]:
     """Collect one object of each rank on every rank.
 
     Args:
@@ -183,7 +185,7 @@ def scatter_object(
     return unpickle(communicator, "scatter_object", root, message)
 
 
-def alltoall_object(objs: Sequence[Any], *, comm: CommLike = None, timeout: float | None = None) -> list[Any]:
+def alltoall_object(objs: Sequence[T], *, comm: CommLike = None, timeout: float | None = None) -> list[T]:
     """Send the i-th object of every rank to rank i.
 
     Args:

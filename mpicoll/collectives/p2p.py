@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
-from mpicoll.collectives.arguments import adds_rank_to_errors, call_with_timeout, check_timeout
+from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, call_with_timeout, check_timeout
 from mpicoll.collectives.call import repeats
 from mpicoll.collectives.message_buffers import (
     NULL_ENVELOPE,
@@ -66,6 +66,28 @@ def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: flo
     )
 
 
+@overload
+def recv(
+    x: ArrayT,
+    source: int | None = ...,
+    tag: int | None = ...,
+    *,
+    out: None = ...,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> ArrayT | Any: ...  # None from PROC_NULL, for which most programs need no look
+@overload
+def recv(
+    x: Any = ...,
+    source: int | None = ...,
+    tag: int | None = ...,
+    *,
+    out: ArrayT,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
 @repeats("recv", "source", "tag", "status")
 def recv(
     x: Any = None,
@@ -122,6 +144,48 @@ def recv(
     return recv_buffer.finish(envelope, status)
 
 
+@overload
+def sendrecv(
+    x: ArrayT,
+    dest: int,
+    source: int | None = ...,
+    sendtag: int = ...,
+    recvtag: int | None = ...,
+    *,
+    like: None = ...,
+    out: None = ...,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> ArrayT | Any: ...  # None from PROC_NULL
+@overload
+def sendrecv(
+    x: Any,
+    dest: int,
+    source: int | None = ...,
+    sendtag: int = ...,
+    recvtag: int | None = ...,
+    *,
+    like: ArrayT,
+    out: None = ...,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> ArrayT | Any: ...
+@overload
+def sendrecv(
+    x: Any,
+    dest: int,
+    source: int | None = ...,
+    sendtag: int = ...,
+    recvtag: int | None = ...,
+    *,
+    like: Any = ...,
+    out: ArrayT,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+    timeout: float | None = ...,
+) -> ArrayT: ...
 @repeats("sendrecv", "dest", "source", "sendtag", "recvtag", "like", "status")
 def sendrecv(
     x: Any,

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import output, recognise
 from mpicoll.collectives import barrier
-from mpicoll.collectives.arguments import adds_rank_to_errors, check_rank
+from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, check_rank
 from mpicoll.collectives.empty import check_shape, make_array
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -160,6 +160,12 @@ class Window:
         data, target, begin = self._prepare_input("put", x, rank, offset)
         self._run("put", target, lambda: self._memory.put(target, begin, data))
 
+    @overload
+    def get(
+        self, rank: int, offset: int = ..., shape: int | tuple[int, ...] | None = ..., *, out: None = ...
+    ) -> Any: ...
+    @overload
+    def get(self, rank: int, offset: int = ..., shape: None = ..., *, out: ArrayT) -> ArrayT: ...
     def get(self, rank: int, offset: int = 0, shape: int | tuple[int, ...] | None = None, *, out: Any = None) -> Any:
         """Read from the array of `rank`, from element `offset` on, an array of `shape`, or one like `out`, an array of
         the window's dtype with any strides, which is filled; without both, the whole array, of its shape. Return the
