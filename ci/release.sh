@@ -33,7 +33,7 @@ check_tag() {
     local version tag
     version=$(echo "$work"/dist/*.tar.gz | sed 's/.*-\(.*\)\.tar\.gz/\1/')
     for tag in $(git tag --points-at HEAD --list 'v*'); do
-        [[ $tag == "v$version" ]] || { echo "the tag is $tag, and the version in pyproject.toml $version"; return 1; }
+        [[ $tag == "v$version" ]] || { echo "the tag is $tag, and the version $version"; return 1; }
     done
     echo "version $version"
 }

@@ -77,7 +77,10 @@ if TYPE_CHECKING:
     )
     from mpicoll.launch import spawn
 
-__version__ = "0.1.0"
+try:
+    from mpicoll._version import __version__ as __version__
+except ImportError:  # a checkout of which nothing was built
+    __version__ = "0+unknown"
 
 __all__ = [
     "PROC_NULL",

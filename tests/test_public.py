@@ -62,7 +62,7 @@ def test_no_other_name() -> None:
 
 
 def test_version() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", mpicoll.__version__)
+    assert re.fullmatch(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.dev\d+)?(\+\w+)?", mpicoll.__version__)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -106,7 +106,7 @@ def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
 def test_this_installation(tmp_path: Path) -> None:
     report = examined()
     assert (report.ok, report.status) == (True, 0), [one for one in report.findings if one.state == "problem"]
-    assert report["versions", "mpicoll"].value.startswith("0.1.0, ")
+    assert report["versions", "mpicoll"].value.startswith(f"{mpicoll.__version__}, ")
     assert report["versions", "mpi4py"].state == "ok"
     assert "MPI" in report["MPI", "library"].value or "MPICH" in report["MPI", "library"].value
     assert report["MPI", "launcher"].value.split("; but")[0].endswith(("/mpirun", "/mpiexec"))
