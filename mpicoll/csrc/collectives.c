@@ -57,6 +57,8 @@ static inline int end_step(const Collective *one)
     return one->waits_for_all ? sync_ranks(one->steps) : sync_with(one->steps, one->first, one->last);
 }
 
+bool is_one_step(const Collective *one) { return one->write != NULL && one->step_count == 1; }
+
 void set_places(Collective *one, size_t used)
 {
     used += -used % CACHE_LINE;
@@ -113,35 +115,48 @@ static void reduce_parts(const Collective *one, ReduceKernel reduce, char *targe
         reduce(target, one->parts, nparts, nbytes / one->itemsize);
 }
 
-static int run_barrier(const Collective *one, const char *source, char *target)
+static void do_nothing(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
+    (void)one;
+    (void)step;
     (void)source;
     (void)target;
-    return sync_ranks(one->steps);
+    (void)start;
 }
 
-/* In each step, write a piece, then reduce the pieces of all ranks where the result is needed. Per rank n bytes written
- * and n P read; one step a piece. */
-static int reduce_flat(const Collective *one, const char *source, char *target)
+/* Carry out a collective whose pieces have one step each: in that step, `write` a piece, then `read` those of other
+ * ranks. */
+static int run_pieces(const Collective *one, const char *source, char *target)
 {
-    Steps *steps = one->steps;
-    const int rank = steps->rank, size = steps->size;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
-        const size_t start = i * one->width;
-        const size_t nbytes = min_size(one->width, one->nbytes - start);
-        if (one->everywhere || rank != one->root)
-            write_shared(steps, find_slot(one, step, rank), source + start, nbytes);
+        const uint32_t step = one->steps->step + 1;
+        one->write(one, step, source, target, i * one->width);
         if (end_step(one) < 0)
             return -1;
-        if (one->has_result) {
-            for (int peer = 0; peer < size; peer++)
-                one->parts[peer] = find_slot(one, step, peer);
-            one->parts[rank] = source + start;
-            reduce_parts(one, one->reduce_out, target + start, size, nbytes);
-        }
+        one->read(one, step, source, target, i * one->width);
     }
     return 0;
+}
+
+/* Reduce the pieces of all ranks where the result is needed. Per rank n bytes written and n P read; one step a piece. */
+static void write_vector(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
+{
+    Steps *steps = one->steps;
+    (void)target;
+    if (one->everywhere || steps->rank != one->root)
+        write_shared(steps, find_slot(one, step, steps->rank), source + start,
+                     min_size(one->width, one->nbytes - start));
+}
+
+static void reduce_vectors(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
+{
+    const Steps *steps = one->steps;
+    if (!one->has_result)
+        return;
+    for (int peer = 0; peer < steps->size; peer++)
+        one->parts[peer] = find_slot(one, step, peer);
+    one->parts[steps->rank] = source + start;
+    reduce_parts(one, one->reduce_out, target + start, steps->size, min_size(one->width, one->nbytes - start));
 }
 
 size_t get_share_offset(size_t nbytes, int rank, int size)
@@ -199,12 +214,13 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
     return 0;
 }
 
-/* Write the piece of each block that begins at `start` to this rank's slot. */
-static void write_moves(const Collective *one, const char *source, size_t start)
+/* Write the piece of each block to this rank's slot. */
+static void write_blocks(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
     Steps *steps = one->steps;
-    char *slot = find_slot(one, steps->step + 1, steps->rank);
+    char *slot = find_slot(one, step, steps->rank);
     const Move *outgoing = one->moves + steps->size;
+    (void)target;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
             write_shared(steps, slot + outgoing[i].to, source + outgoing[i].from + start,
@@ -212,26 +228,17 @@ static void write_moves(const Collective *one, const char *source, size_t start)
     }
 }
 
-/* In each step, write a piece of every block, then reduce the pieces of this rank's block. Per rank n(P-1)/P bytes
- * written to slots, and n read in reducing; one step a piece. */
-static int reduce_blocks(const Collective *one, const char *source, char *target)
+/* Reduce the pieces of this rank's block. Per rank n(P-1)/P bytes written to slots, and n read; one step a piece. */
+static void reduce_blocks(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
-    Steps *steps = one->steps;
+    const Steps *steps = one->steps;
     const Move *own = &one->own;
-    for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
-        const size_t start = i * one->width;
-        write_moves(one, source, start);
-        if (end_step(one) < 0)
-            return -1;
-        if (start < own->nbytes) {
-            for (int peer = 0; peer < steps->size; peer++)
-                one->parts[peer] = find_slot(one, step, peer) + one->moves[peer].from;
-            one->parts[steps->rank] = source + own->from + start;
-            reduce_parts(one, one->reduce_out, target + start, steps->size, min_size(one->width, own->nbytes - start));
-        }
-    }
-    return 0;
+    if (start >= own->nbytes)
+        return;
+    for (int peer = 0; peer < steps->size; peer++)
+        one->parts[peer] = find_slot(one, step, peer) + one->moves[peer].from;
+    one->parts[steps->rank] = source + own->from + start;
+    reduce_parts(one, one->reduce_out, target + start, steps->size, min_size(one->width, own->nbytes - start));
 }
 
 /* In copies of what has been written, which stays in the caches. */
@@ -249,55 +256,51 @@ void fill_identity(const Collective *one, char *to, size_t nbytes)
     }
 }
 
-/* In each step, write a piece, then reduce the pieces of the lower ranks, with scan this rank's too. Per rank n bytes
- * written to slots, and n read for each lower rank; one step a piece. */
-static int reduce_prefixes(const Collective *one, const char *source, char *target)
+/* Reduce the pieces of the lower ranks, with scan this rank's too. Per rank n bytes written to slots, and n read for
+ * each lower rank; one step a piece. */
+static void write_for_higher(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
     Steps *steps = one->steps;
-    const int rank = steps->rank;
-    for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
-        const size_t start = i * one->width;
-        const size_t nbytes = min_size(one->width, one->nbytes - start);
-        if (rank < steps->size - 1)
-            write_shared(steps, find_slot(one, step, rank), source + start, nbytes);
-        if (end_step(one) < 0)
-            return -1;
-        for (int lower = 0; lower < rank; lower++)
-            one->parts[lower] = find_slot(one, step, lower);
-        one->parts[rank] = source + start;
-        if (one->operands > 1)
-            reduce_parts(one, one->reduce_out, target + start, one->operands, nbytes);
-        else if (one->operands == 0)
-            fill_identity(one, target + start, nbytes);
-        else if (target + start != one->parts[0])
-            copy_out(one, target + start, one->parts[0], nbytes);
-    }
-    return 0;
+    (void)target;
+    if (steps->rank < steps->size - 1)
+        write_shared(steps, find_slot(one, step, steps->rank), source + start,
+                     min_size(one->width, one->nbytes - start));
 }
 
-/* In each step, write a piece of the data for other ranks, then copy the pieces that they wrote. A rank that sends the
- * same data to all ranks writes it once. One step a piece. */
-static int move_blocks(const Collective *one, const char *source, char *target)
+static void reduce_prefixes(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
-    Steps *steps = one->steps;
-    for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
-        const size_t start = i * one->width;
-        write_moves(one, source, start);
-        /* While others still write. All of the input that they need has been written. */
-        if (i == one->step_count - 1)
-            copy_own(one, source, target);
-        if (end_step(one) < 0)
-            return -1;
-        for (int peer = 0; peer < steps->size; peer++) {
-            const Move *move = &one->moves[peer];
-            if (start < move->nbytes)
-                copy_out(one, target + move->to + start, find_slot(one, step, peer) + move->from,
-                         min_size(one->width, move->nbytes - start));
-        }
+    const int rank = one->steps->rank;
+    const size_t nbytes = min_size(one->width, one->nbytes - start);
+    for (int lower = 0; lower < rank; lower++)
+        one->parts[lower] = find_slot(one, step, lower);
+    one->parts[rank] = source + start;
+    if (one->operands > 1)
+        reduce_parts(one, one->reduce_out, target + start, one->operands, nbytes);
+    else if (one->operands == 0)
+        fill_identity(one, target + start, nbytes);
+    else if (target + start != one->parts[0])
+        copy_out(one, target + start, one->parts[0], nbytes);
+}
+
+/* Copy the pieces that other ranks have written for this one. A rank that sends the same data to all ranks writes it
+ * once. One step a piece. */
+static void write_moves(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
+{
+    write_blocks(one, step, source, target, start);
+    /* While others still write. All of the input that they need has been written. */
+    if (start == (one->step_count - 1) * one->width)
+        copy_own(one, source, target);
+}
+
+static void read_moves(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
+{
+    (void)source;
+    for (int peer = 0; peer < one->steps->size; peer++) {
+        const Move *move = &one->moves[peer];
+        if (start < move->nbytes)
+            copy_out(one, target + move->to + start, find_slot(one, step, peer) + move->from,
+                     min_size(one->width, move->nbytes - start));
     }
-    return 0;
 }
 
 /* --- the Python type */
@@ -335,6 +338,15 @@ static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
     return (uint32_t)((nbytes + width - 1) / width);
 }
 
+static void set_pieces(
+    Collective *one, void (*write)(const Collective *, uint32_t, const char *, char *, size_t),
+    void (*read)(const Collective *, uint32_t, const char *, char *, size_t))
+{
+    one->run = run_pieces;
+    one->write = write;
+    one->read = read;
+}
+
 static void plan_vector_reduction(Collective *one, const Layout *layout, size_t piece, bool flat, bool everywhere)
 {
     const Steps *steps = one->steps;
@@ -345,7 +357,10 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
     one->target_bytes = one->has_result ? layout->total : 0;
     /* Where shares save nothing: 2 ranks write and read n bytes either way, the root of 3 reads about as much. */
     const bool whole = flat || steps->size <= (everywhere ? 2 : 3);
-    one->run = whole ? reduce_flat : reduce_pieces;
+    if (whole)
+        set_pieces(one, write_vector, reduce_vectors);
+    else
+        one->run = reduce_pieces;
     one->step_count = cut(one, layout->total, flat ? layout->total + CACHE_LINE : piece, 1) + (whole ? 0 : 1);
     one->is_small = whole && layout->total <= SMALL_SLOT_BYTES;
 }
@@ -353,7 +368,7 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
 static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)
 {
     one->source_bytes = one->target_bytes = layout->total;
-    one->run = reduce_prefixes;
+    set_pieces(one, write_for_higher, reduce_prefixes);
     one->access = ACCESS_PREFIX;
     one->step_count = cut(one, layout->total, piece, 1);
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
@@ -362,7 +377,7 @@ static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t 
 static void plan_block_reduction(Collective *one, const Layout *layout, size_t piece)
 {
     const Steps *steps = one->steps;
-    one->run = reduce_blocks;
+    set_pieces(one, write_blocks, reduce_blocks);
     one->access = ACCESS_BLOCK;
     one->step_count = cut(one, layout->largest, piece, steps->size);
     one->outgoing = steps->size;
@@ -385,7 +400,7 @@ static void plan_gathering(Collective *one, const Layout *layout, size_t piece, 
 {
     const Steps *steps = one->steps;
     const int rank = steps->rank;
-    one->run = move_blocks;
+    set_pieces(one, write_moves, read_moves);
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->largest, piece, 1);
     one->outgoing = 1;
@@ -408,7 +423,7 @@ static void plan_bcast(Collective *one, const Layout *layout, size_t piece)
     const Steps *steps = one->steps;
     const bool root = layout->root == steps->rank;
     one->has_one_source = one->writes_outputs = true;
-    one->run = move_blocks;
+    set_pieces(one, write_moves, read_moves);
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->total, piece, 1);
     one->outgoing = 1;
@@ -424,7 +439,7 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
 {
     const Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
-    one->run = move_blocks;
+    set_pieces(one, write_moves, read_moves);
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->largest, piece, size);
     one->target_bytes = all ? layout->total : layout->blocks[rank];
@@ -452,7 +467,7 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     one->own.nbytes = layout->blocks[rank];
 }
 
-/* Plan for which ranks this one waits, if the data fits in small slots or ring slots: those whose data it reads. A
+/* Plan whether the data goes through ring slots, and for which ranks this one waits then: those whose data it reads. A
  * small slot would do for the blocks of some ranks only, so all of them decide by the largest ones. */
 static void plan_waits(Collective *one, const char *name, const Layout *layout)
 {
@@ -460,11 +475,14 @@ static void plan_waits(Collective *one, const char *name, const Layout *layout)
     const bool from_root = strcmp(name, "bcast") == 0 || strcmp(name, "scatter") == 0;
     const bool to_root = strcmp(name, "reduce") == 0 || strcmp(name, "gather") == 0;
     const bool upwards = strcmp(name, "scan") == 0 || strcmp(name, "exscan") == 0;
-    const size_t blocks = strcmp(name, "scatter") == 0 ? (size_t)size : 1;
-    const size_t largest = strcmp(name, "gather") == 0 || blocks > 1 ? layout->largest : layout->total;
-    if (!(from_root || to_root || upwards) || one->step_count != 1 || largest > RING_SLOT_BYTES / blocks)
+    const bool scatters = strcmp(name, "scatter") == 0 || one->outgoing == size;
+    const size_t blocks = scatters ? (size_t)size : 1;
+    const size_t largest = one->access == ACCESS_VECTOR || upwards ? layout->total : layout->largest;
+    if (!is_one_step(one) || largest > RING_SLOT_BYTES / blocks)
         return;
     one->uses_ring = true;
+    if (!(from_root || to_root || upwards))
+        return;
     if (from_root && rank != layout->root)
         one->first = layout->root, one->last = layout->root + 1;
     else if (upwards)
@@ -480,7 +498,7 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
     if (layout->expected != NULL && strcmp(name, "alltoall") == 0) {
         plan_uneven_blocks(one, layout->blocks, layout->expected, piece, layout->rows);
     } else if (strcmp(name, "barrier") == 0) {
-        one->run = run_barrier;
+        set_pieces(one, do_nothing, do_nothing);
         one->step_count = 1;
     } else if (strcmp(name, "allreduce") == 0 || strcmp(name, "reduce") == 0) {
         plan_vector_reduction(one, layout, piece, flat, strcmp(name, "allreduce") == 0);
@@ -500,15 +518,15 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
     }
     one->waits_for_all = true;
     plan_waits(one, name, layout);
-    const bool reduces = one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks ||
-                         one->run == reduce_prefixes;
+    const bool reduces = one->run == reduce_pieces || one->read == reduce_vectors || one->read == reduce_blocks ||
+                         one->read == reduce_prefixes;
     if (reduces && one->reduce == NULL) {
         PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
         return -1;
     }
-    if (flat && one->run == reduce_flat)
+    if (flat && one->read == reduce_vectors)
         piece = layout->total;
-    if (one->run != run_barrier && (piece > one->steps->slot_bytes || one->steps->slots == NULL)) {
+    if (one->read != do_nothing && (piece > one->steps->slot_bytes || one->steps->slots == NULL)) {
         PyErr_Format(PyExc_ValueError, "Collective: slots of %zu bytes are too small for pieces of %zu bytes",
                      one->steps->slot_bytes, piece);
         return -1;
@@ -654,8 +672,7 @@ static int run_on(const Collective *one, const char *source, char *target)
 {
     const bool releases = !one->keeps_gil && one->source_bytes + one->target_bytes >= RELEASE_AT;
     const bool direct = tries_direct(one);
-    const bool in_ring = one->is_small || one->uses_ring || one->run == run_barrier;
-    if ((direct || !in_ring) && catch_up(one->steps) < 0)
+    if ((direct || !is_in_ring(one)) && catch_up(one->steps) < 0)
         return -1;
     if ((direct || one->reads_memory) && locate_arrays(one, source, target) < 0)
         return -1;

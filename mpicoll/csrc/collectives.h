@@ -31,6 +31,9 @@ struct Collective {
     PyObject_HEAD
     Steps *steps;
     int (*run)(const Collective *, const char *source, char *target);
+    /* What `run` does before and after the step of the piece that begins at `start`; NULL where it does more. */
+    void (*write)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
+    void (*read)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
     uint32_t signature, step_count;
     Summary summary;       /* of the call that the collective carries out */
     PyObject *text;        /* its description for other ranks, if this one may be ahead of them; else NULL */
@@ -132,6 +135,15 @@ static inline void copy_own(const Collective *one, const char *source, char *tar
 
 /* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */
 size_t get_share_offset(size_t nbytes, int rank, int size);
+
+/* Return true if a collective has one step, which can be begun and completed later. */
+bool is_one_step(const Collective *one);
+
+/* Return true if what a rank writes before a step lies in a small or ring slot. */
+static inline bool is_in_ring(const Collective *one)
+{
+    return one->is_small || one->uses_ring;
+}
 
 /* End the running operation on all ranks, because this one has failed in it. There is an exception, and the GIL is
  * held. */
