@@ -104,9 +104,9 @@ def find_window_memory() -> type[WindowMemory] | None:
     return None if isinstance(found, str) else found.WindowMemory
 
 
-def make_function(function: F, name: str, key: tuple[str, ...], given: Any) -> F:
-    """Return a function that carries out calls like earlier ones in the extension, and all others by `function`; or
-    `function` itself if the extension is missing. See :class:`mpicoll._shm.Function`."""
+def make_function(function: F, name: str, key: tuple[str, ...], given: Any, *, begins: bool = False) -> F:
+    """Return a function that carries out, or `begins`, calls like earlier ones in the extension, and all others by
+    `function`; or `function` itself if the extension is missing. See :class:`mpicoll._shm.Function`."""
     found = _load()
     if isinstance(found, str):
         return function
@@ -115,7 +115,7 @@ def make_function(function: F, name: str, key: tuple[str, ...], given: Any) -> F
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     last = code.co_varnames[: code.co_argcount][-len(plain.__defaults__ or ()) :]
     defaults = dict(zip(last, plain.__defaults__ or (), strict=False)) | named
-    made = found.Function(function, parameters, code.co_argcount, defaults, name, key, given)
+    made = found.Function(function, parameters, code.co_argcount, defaults, name, key, given, begins)
     return cast(F, functools.update_wrapper(made, function))
 
 
@@ -145,6 +145,13 @@ def test_pending_messages() -> None:
     found = _load()
     if not isinstance(found, str):
         found.test_pending_messages()
+
+
+def hand_over_begun_calls() -> None:
+    """Have the queues complete the calls that the extension has begun and that are left alone."""
+    found = _load()
+    if not isinstance(found, str):
+        found.hand_over_begun_calls()
 
 
 def set_progress(start: Callable[[], object]) -> bool:

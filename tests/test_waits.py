@@ -145,6 +145,7 @@ WAITS = {
         "transport/waiting.py::wait_for",
     },
     "a lock that is held for moments, or is not waited for": {
+        "engine/core/queue.py::OperationQueue.abandon",
         "engine/core/queue.py::OperationQueue.make_progress",
         "torch/work.py::RecvHandle.test",
         "transport/control/network.py::ControlNetwork._before_fork",

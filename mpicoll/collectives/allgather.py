@@ -18,12 +18,11 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import call, repeats
+from mpicoll.collectives.call import begins, call, repeats, start
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -81,11 +80,11 @@ def allgather(
         array([[1, 2]])
     """
     communicator = resolve(comm)
-    counts_key = None if counts is None else make_counts_key(counts)
-    key = ("allgather", algorithm, counts_key)
+    key = _make_key(algorithm, counts)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
+@begins("allgather", "algorithm", "counts")
 def iallgather(
     x: Any,
     *,
@@ -103,7 +102,9 @@ def iallgather(
         >>> mpicoll.iallgather(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, counts, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(algorithm, counts)
+    return start(communicator, key, x, out, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
 def allgather_init(
@@ -126,6 +127,12 @@ def allgather_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def _make_key(algorithm: str | None, counts: Any) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    counts_key = None if counts is None else make_counts_key(counts)
+    return ("allgather", algorithm, counts_key)
 
 
 @adds_rank_to_errors

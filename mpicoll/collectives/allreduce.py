@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -75,9 +74,7 @@ def allreduce(
         array([1., 2.])
     """
     communicator = resolve(comm)
-    # What messages leave out may not be kept from one call to the next.
-    cached = type(op) is str and (compression is None or communicator.num_nodes == 1)
-    key = ("allreduce", op, algorithm, compression) if cached else ("allreduce", UNCACHED)
+    key = _make_key(communicator, op, algorithm, compression)
     result: ArrayT = call(
         communicator,
         key,
@@ -89,6 +86,7 @@ def allreduce(
     return result
 
 
+@begins("allreduce", "op", "algorithm", "compression")
 def iallreduce(
     x: Any,
     op: OpLike = "sum",
@@ -107,7 +105,11 @@ def iallreduce(
         >>> mpicoll.iallreduce(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, op, out, algorithm, compression))
+    communicator = resolve(comm)
+    key = _make_key(communicator, op, algorithm, compression)
+    return start(
+        communicator, key, x, out, partial(prepare, communicator, op=op, algorithm=algorithm, compression=compression)
+    )
 
 
 def allreduce_init(
@@ -136,6 +138,13 @@ def allreduce_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, op, out, algorithm, compression, feedback=True))
+
+
+def _make_key(comm: CommunicatorCore, op: OpLike, algorithm: str | None, compression: str | None) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    # What messages leave out may not be kept from one call to the next.
+    cached = type(op) is str and (compression is None or comm.num_nodes == 1)
+    return ("allreduce", op, algorithm, compression) if cached else ("allreduce", UNCACHED)
 
 
 @adds_rank_to_errors

@@ -18,12 +18,11 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import call, repeats
+from mpicoll.collectives.call import begins, call, repeats, start
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -63,14 +62,14 @@ def alltoall(
         array([1, 2])
     """
     communicator = resolve(comm)
-    counts_key = None if counts is None else make_counts_key(counts)
-    key = ("alltoall", algorithm, counts_key)
+    key = _make_key(algorithm, counts)
     result: ArrayT = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm)
     )
     return result
 
 
+@begins("alltoall", "algorithm", "counts")
 def ialltoall(
     x: Any,
     *,
@@ -88,7 +87,9 @@ def ialltoall(
         >>> mpicoll.ialltoall(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, counts, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(algorithm, counts)
+    return start(communicator, key, x, out, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
 def alltoall_init(
@@ -111,6 +112,12 @@ def alltoall_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def _make_key(algorithm: str | None, counts: Any) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    counts_key = None if counts is None else make_counts_key(counts)
+    return ("alltoall", algorithm, counts_key)
 
 
 @adds_rank_to_errors

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query
-from mpicoll.collectives.call import call, repeats
+from mpicoll.collectives.call import begins, call, repeats, start
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -37,6 +36,7 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
     call(communicator, ("barrier", algorithm), _NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
 
 
+@begins("barrier", "algorithm", given=_NOTHING)
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
     """Start :func:`barrier` in the background, with the same arguments.
 
@@ -46,7 +46,8 @@ def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
     Example:
         >>> mpicoll.ibarrier().wait()
     """
-    return start(prepare(resolve(comm), algorithm))
+    communicator = resolve(comm)
+    return start(communicator, ("barrier", algorithm), _NOTHING, None, lambda x, out: prepare(communicator, algorithm))
 
 
 def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:

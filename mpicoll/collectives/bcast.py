@@ -13,12 +13,11 @@ from mpicoll.collectives.arguments import (
     recognise_prototype,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -76,10 +75,11 @@ def bcast(
         array([7.])
     """
     communicator = resolve(comm)
-    key = ("bcast", root, algorithm) if type(root) is int else ("bcast", UNCACHED)
+    key = _make_key(root, algorithm)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, root=root, algorithm=algorithm))
 
 
+@begins("bcast", "root", "algorithm")
 def ibcast(
     x: Any,
     root: int = 0,
@@ -97,7 +97,9 @@ def ibcast(
         >>> mpicoll.ibcast(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, root, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(root, algorithm)
+    return start(communicator, key, x, out, partial(prepare, communicator, root=root, algorithm=algorithm))
 
 
 def bcast_init(
@@ -120,6 +122,11 @@ def bcast_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, root, out, algorithm))
+
+
+def _make_key(root: Any, algorithm: str | None) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    return ("bcast", root, algorithm) if type(root) is int else ("bcast", UNCACHED)
 
 
 @adds_rank_to_errors

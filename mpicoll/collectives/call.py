@@ -14,7 +14,9 @@ from mpicoll.collectives.arguments import check_timeout
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.message_progress import enable_progress
 from mpicoll.engine.core.operation import Operation, Prepare
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
 from mpicoll.engine.executors.native import IN_PLACE, bind_native
@@ -26,7 +28,7 @@ from mpicoll.extension import F, make_function
 from mpicoll.transport.base import Native
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Collective, NativeCall
+    from mpicoll._shm import BegunCall, Collective, NativeCall
     from mpicoll.collectives.device_call import DeviceArguments
 
 BoundCall: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
@@ -65,6 +67,32 @@ def repeats(name: str, *key: str, given: Any = None) -> Callable[[F], F]:
         given: the input of a function without a parameter ``x``.
     """
     return lambda function: make_function(function, name, key, given)
+
+
+def begins(name: str, *key: str, given: Any = None) -> Callable[[F], F]:
+    """Return a decorator of the public function of a nonblocking collective. The extension begins calls like earlier
+    ones, of this or the blocking function, before the function is called. The arguments are those of :func:`repeats`.
+    """
+    return lambda function: make_function(function, name, key, given, begins=True)
+
+
+def start(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Request:
+    """Start ``prepare(x=x, out=out)`` and return its request. It is cached as in :func:`call`."""
+    request: Request = comm.queue.begin_repeated(MISSING, x, out, *key)
+    if request is not MISSING:
+        return request
+    operation = prepare(x=x, out=out)
+    if comm.queue.calls is not None and _find_device_arguments(comm, key, x, out) is None:
+        full_key, cached, *_ = _find_entry(comm, key, x, out)
+        if type(cached) is not tuple:
+            _cache(operation, key, full_key, cached, x, out, prepare)
+            if comm.queue.calls.wrap is None and enable_progress():
+                comm.queue.calls.wrap = _make_request
+    return dispatch.start(operation)
+
+
+def _make_request(begun: BegunCall) -> Request:
+    return Request(begun, begun.wait)
 
 
 def call(

@@ -16,13 +16,12 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -61,13 +60,14 @@ def exscan(
         array([0, 0])
     """
     communicator = resolve(comm)
-    key = ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
+    key = _make_key(op, algorithm)
     result: ArrayT = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm)
     )
     return result
 
 
+@begins("exscan", "op", "algorithm")
 def iexscan(
     x: Any,
     op: OpLike = "sum",
@@ -85,7 +85,9 @@ def iexscan(
         >>> mpicoll.iexscan(np.ones(2)).wait()  # on one rank
         array([0., 0.])
     """
-    return start(prepare(resolve(comm), x, op, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(op, algorithm)
+    return start(communicator, key, x, out, partial(prepare, communicator, op=op, algorithm=algorithm))
 
 
 def exscan_init(
@@ -108,6 +110,11 @@ def exscan_init(
         array([0., 0.])
     """
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
+
+
+def _make_key(op: OpLike, algorithm: str | None) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    return ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
 
 
 @adds_rank_to_errors

@@ -19,12 +19,11 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -87,8 +86,7 @@ def gather(
         array([5, 6])
     """
     communicator = resolve(comm)
-    counts_key = None if counts is None else make_counts_key(counts)
-    key = ("gather", root, algorithm, counts_key) if type(root) is int else ("gather", UNCACHED)
+    key = _make_key(root, algorithm, counts)
     return call(
         communicator,
         key,
@@ -99,6 +97,7 @@ def gather(
     )
 
 
+@begins("gather", "root", "algorithm", "counts")
 def igather(
     x: Any,
     root: int = 0,
@@ -117,7 +116,11 @@ def igather(
         >>> mpicoll.igather(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, root, counts, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(root, algorithm, counts)
+    return start(
+        communicator, key, x, out, partial(prepare, communicator, root=root, counts=counts, algorithm=algorithm)
+    )
 
 
 def gather_init(
@@ -141,6 +144,12 @@ def gather_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def _make_key(root: Any, algorithm: str | None, counts: Any) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    counts_key = None if counts is None else make_counts_key(counts)
+    return ("gather", root, algorithm, counts_key) if type(root) is int else ("gather", UNCACHED)
 
 
 @adds_rank_to_errors

@@ -8,12 +8,11 @@ from typing import Any
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -52,13 +51,14 @@ def reduce(
         array([3, 4])
     """
     communicator = resolve(comm)
-    key = ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
+    key = _make_key(op, root, algorithm)
     result: ArrayT | None = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, root=root, algorithm=algorithm)
     )
     return result
 
 
+@begins("reduce", "op", "root", "algorithm")
 def ireduce(
     x: Any,
     op: OpLike = "sum",
@@ -77,7 +77,9 @@ def ireduce(
         >>> mpicoll.ireduce(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, op, root, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(op, root, algorithm)
+    return start(communicator, key, x, out, partial(prepare, communicator, op=op, root=root, algorithm=algorithm))
 
 
 def reduce_init(
@@ -101,6 +103,11 @@ def reduce_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, op, root, out, algorithm))
+
+
+def _make_key(op: OpLike, root: Any, algorithm: str | None) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    return ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
 
 
 @adds_rank_to_errors

@@ -19,13 +19,12 @@ from mpicoll.collectives.arguments import (
     recognise_operand,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import OutputArray, ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError
@@ -66,14 +65,14 @@ def reduce_scatter(
         array([1, 2])
     """
     communicator = resolve(comm)
-    counts_key = None if counts is None else make_counts_key(counts)
-    key = ("reduce_scatter", op, algorithm, counts_key) if type(op) is str else ("reduce_scatter", UNCACHED)
+    key = _make_key(op, algorithm, counts)
     result: ArrayT = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, counts=counts, algorithm=algorithm)
     )
     return result
 
 
+@begins("reduce_scatter", "op", "algorithm", "counts")
 def ireduce_scatter(
     x: Any,
     op: OpLike = "sum",
@@ -92,7 +91,9 @@ def ireduce_scatter(
         >>> mpicoll.ireduce_scatter(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, op, counts, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(op, algorithm, counts)
+    return start(communicator, key, x, out, partial(prepare, communicator, op=op, counts=counts, algorithm=algorithm))
 
 
 def reduce_scatter_init(
@@ -116,6 +117,12 @@ def reduce_scatter_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, op, counts, out, algorithm))
+
+
+def _make_key(op: OpLike, algorithm: str | None, counts: Any) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    counts_key = None if counts is None else make_counts_key(counts)
+    return ("reduce_scatter", op, algorithm, counts_key) if type(op) is str else ("reduce_scatter", UNCACHED)
 
 
 @adds_rank_to_errors

@@ -14,12 +14,11 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -56,13 +55,14 @@ def scan(
         array([1, 2])
     """
     communicator = resolve(comm)
-    key = ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
+    key = _make_key(op, algorithm)
     result: ArrayT = call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm)
     )
     return result
 
 
+@begins("scan", "op", "algorithm")
 def iscan(
     x: Any,
     op: OpLike = "sum",
@@ -80,7 +80,9 @@ def iscan(
         >>> mpicoll.iscan(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, op, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(op, algorithm)
+    return start(communicator, key, x, out, partial(prepare, communicator, op=op, algorithm=algorithm))
 
 
 def scan_init(
@@ -103,6 +105,11 @@ def scan_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
+
+
+def _make_key(op: OpLike, algorithm: str | None) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    return ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
 
 
 @adds_rank_to_errors

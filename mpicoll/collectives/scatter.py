@@ -21,12 +21,11 @@ from mpicoll.collectives.arguments import (
     recognise_prototype,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call, repeats
+from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -100,8 +99,7 @@ def scatter(
         array([0, 1, 2])
     """
     communicator = resolve(comm)
-    counts_key = None if counts is None else make_counts_key(counts)
-    key = ("scatter", root, algorithm, counts_key) if type(root) is int else ("scatter", UNCACHED)
+    key = _make_key(root, algorithm, counts)
     return call(
         communicator,
         key,
@@ -112,6 +110,7 @@ def scatter(
     )
 
 
+@begins("scatter", "root", "algorithm", "counts")
 def iscatter(
     x: Any,
     root: int = 0,
@@ -130,7 +129,11 @@ def iscatter(
         >>> mpicoll.iscatter(np.ones(2)).wait()  # on one rank
         array([1., 1.])
     """
-    return start(prepare(resolve(comm), x, root, counts, out, algorithm))
+    communicator = resolve(comm)
+    key = _make_key(root, algorithm, counts)
+    return start(
+        communicator, key, x, out, partial(prepare, communicator, root=root, counts=counts, algorithm=algorithm)
+    )
 
 
 def scatter_init(
@@ -154,6 +157,12 @@ def scatter_init(
         array([1., 1.])
     """
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def _make_key(root: Any, algorithm: str | None, counts: Any) -> tuple[Any, ...]:
+    """Return the key of a call."""
+    counts_key = None if counts is None else make_counts_key(counts)
+    return ("scatter", root, algorithm, counts_key) if type(root) is int else ("scatter", UNCACHED)
 
 
 @adds_rank_to_errors

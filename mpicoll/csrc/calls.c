@@ -14,6 +14,7 @@
 #include <structmember.h>
 
 #include "arrays.h"
+#include "begun_calls.h"
 #include "clock.h"
 #include "messages.h"
 #include "pending_messages.h"
@@ -60,9 +61,9 @@ PyObject *check_rules(PyObject *module, PyObject *function)
 /* --- the running call, as the queue of operations shows it */
 
 /* Attributes of the queue. */
-typedef enum { THREAD, CURRENT, MATCH, ATTRIBUTES } Attribute;
+typedef enum { THREAD, CURRENT, MATCH, RUNNER, BACKGROUND, ATTRIBUTES } Attribute;
 
-static const char *const ATTRIBUTE_NAMES[] = {"thread", "current", "match"};
+static const char *const ATTRIBUTE_NAMES[] = {"thread", "current", "match", "runner_thread", "background_entry"};
 static PyObject *attribute_names[ATTRIBUTES];
 
 static int intern_names(void)
@@ -74,6 +75,27 @@ static int intern_names(void)
     return 0;
 }
 
+/* Show that a thread completes a call that was begun before: it is no blocking one. Returns -1 with an exception. */
+static int show_runner(Calls *calls, PyObject *entry, PyObject *thread)
+{
+    calls->shows_runner = true;
+    return PyObject_SetAttr(calls->queue, attribute_names[RUNNER], thread) < 0 ||
+                   PyObject_SetAttr(calls->queue, attribute_names[BACKGROUND], entry) < 0
+               ? -1
+               : 0;
+}
+
+void hide_completion(Calls *calls)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (PyObject_SetAttr(calls->queue, attribute_names[CURRENT], Py_None) < 0 ||
+        PyObject_SetAttr(calls->queue, attribute_names[RUNNER], Py_None) < 0)
+        PyErr_WriteUnraisable((PyObject *)calls);
+    PyErr_Restore(type, value, traceback);
+    calls->published = calls->shows_runner = false;
+}
+
 /* Show the running call, before Python code runs that may ask for it. Returns -1 with an exception. */
 static int publish(Running *running)
 {
@@ -82,7 +104,8 @@ static int publish(Running *running)
         return 0;
     PyObject *entry = get_entry(running->record);
     PyObject *thread = entry == NULL ? NULL : PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-    int status = thread == NULL || PyObject_SetAttr(calls->queue, attribute_names[THREAD], thread) < 0 ||
+    int status = thread == NULL || (calls->completes && show_runner(calls, entry, thread) < 0) ||
+                         PyObject_SetAttr(calls->queue, attribute_names[THREAD], thread) < 0 ||
                  PyObject_SetAttr(calls->queue, attribute_names[CURRENT], entry) < 0
                      ? -1
                      : 0;
@@ -92,8 +115,7 @@ static int publish(Running *running)
     return status;
 }
 
-/* End the running call, which has raised an exception: replace it by what the queue makes of it. */
-static void conclude_failure(Calls *calls)
+void conclude_failure(Calls *calls)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -235,16 +257,13 @@ static bool overlap(const char *one, size_t one_bytes, const char *other, size_t
     return first < second + other_bytes && second < first + one_bytes;
 }
 
-/* Set the description of a call in which this rank may be ahead of others. Without one it waits for them. */
-static void describe_call(const Calls *calls, Collective *collective, PyObject *call)
+void describe_call(const Calls *calls, Collective *collective, PyObject *call)
 {
+    PyObject *text = PyObject_CallMethod(calls->queue, "describe_repeated", "O", call);
+    if (text == NULL)
+        PyErr_Clear();
     PyObject *old = collective->text;
-    collective->text = NULL;
-    if (collective->uses_ring && !collective->waits_for_all) {
-        collective->text = PyObject_CallMethod(calls->queue, "describe_repeated", "O", call);
-        if (collective->text == NULL)
-            PyErr_Clear();
-    }
+    collective->text = text;
     Py_XDECREF(old);
 }
 
@@ -259,7 +278,11 @@ void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
     if (!is_native_call(carrier)) {
         Collective *collective = (Collective *)carrier;
         summarize_call(calls->group, call, true, &collective->summary);
-        describe_call(calls, collective, call);
+        /* Where this rank may be ahead of others; in a call that is begun, when it is. */
+        if (collective->uses_ring && !collective->waits_for_all)
+            describe_call(calls, collective, call);
+        else
+            Py_CLEAR(collective->text);
         return;
     }
     NativeCall *native = (NativeCall *)carrier;
@@ -325,6 +348,10 @@ int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands
         !try_to_lock(calls->lock))
         return 0;
     QueueLock *lock = calls->lock;
+    if (calls->begun_count > 0 && complete_begun_calls(calls) < 0) {
+        unlock(lock);
+        return -1;
+    }
     lock->call = call;
     lock->thread = PyThread_get_thread_ident();
     References own = {.group = Py_NewRef(calls->group), .call = Py_NewRef(call), .thread = lock->thread}, old;
@@ -378,8 +405,10 @@ static PyObject *start_message(
     return value;
 }
 
-/* Returns a new reference, or NULL: with an exception, or without one if Python has to carry out the call. */
-static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
+/* Carry out a call, or begin it. Returns a new reference to its result, or its request; or NULL: with an exception, or
+ * without one if Python has to carry out the call. */
+static PyObject *run_call(
+    Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size, bool begins)
 {
     Memory from = {0}, to = {0};
     if ((x == Py_None && out == Py_None) || (x != Py_None && !find_memory(x, x == out, &from)))
@@ -418,6 +447,13 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
         Py_DECREF(call);
         return started;
     }
+    if (value != NULL && begins) {
+        PyObject *request = has_messages ? NULL : begin_in_order(calls, carrier, call, x, value, &operands);
+        Py_DECREF(value);
+        Py_DECREF(carrier);
+        Py_DECREF(call);
+        return request;
+    }
     const int status = value == NULL  ? 0
                        : has_messages ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)
                                       : run_in_order(calls, carrier, call, &operands);
@@ -439,7 +475,13 @@ static bool has_rules(void)
 
 PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
 {
-    return calls->enabled && (get_rules == NULL || !has_rules()) ? run_call(calls, x, out, key, size) : NULL;
+    return calls->enabled && (get_rules == NULL || !has_rules()) ? run_call(calls, x, out, key, size, false) : NULL;
+}
+
+PyObject *begin_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
+{
+    const bool begins = calls->enabled && calls->wrap != NULL && (get_rules == NULL || !has_rules());
+    return begins ? run_call(calls, x, out, key, size, true) : NULL;
 }
 
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -449,6 +491,16 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     PyObject *value = run_repeated((Calls *)self, args[1], args[2], args + 3, nargs - 3);
+    return value != NULL || PyErr_Occurred() ? value : Py_NewRef(args[0]);
+}
+
+static PyObject *begin(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs < 4) {
+        PyErr_SetString(PyExc_TypeError, "Calls.begin: missing, x, out and the name of the call are needed");
+        return NULL;
+    }
+    PyObject *value = begin_repeated((Calls *)self, args[1], args[2], args + 3, nargs - 3);
     return value != NULL || PyErr_Occurred() ? value : Py_NewRef(args[0]);
 }
 
@@ -598,6 +650,7 @@ static int traverse_calls(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(calls->queue);
     Py_VISIT(calls->pending);
     Py_VISIT(calls->group);
+    Py_VISIT(calls->wrap);
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++) {
         Py_VISIT(calls->entries[i].carrier);
         Py_VISIT(calls->entries[i].call);
@@ -611,6 +664,7 @@ static int clear_calls(PyObject *self)
     Py_CLEAR(calls->queue);
     Py_CLEAR(calls->pending);
     Py_CLEAR(calls->group);
+    Py_CLEAR(calls->wrap);
     remove_entries(calls);
     while (calls->deferred_count > 0)
         Py_DECREF(calls->deferred[--calls->deferred_count].entry);
@@ -634,6 +688,19 @@ static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
      "run(missing, x, out, *key)\n--\n\nCarry out a call like one that was added, and return its result; return"
      " `missing` if there is none, or if the call can't be carried out at once."},
+    {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL,
+     "begin(missing, x, out, *key)\n--\n\nBegin a call like one that was added, and return what `wrap` returns for its"
+     " BegunCall; return `missing` if there is none, or if it would have to wait for another rank."},
+    {"complete_oldest", complete_oldest, METH_NOARGS,
+     "complete_oldest()\n--\n\nComplete the oldest call that was begun, if there is one. The lock must be held."},
+    {"complete_handed_over", complete_handed_over, METH_NOARGS,
+     "complete_handed_over()\n--\n\nComplete the oldest call that was begun, and return True; False if there is none,"
+     " or if `hand_over_begun_calls` has yet to look at it. The lock must be held."},
+    {"attend_to_begun", attend_to_begun, METH_NOARGS,
+     "attend_to_begun()\n--\n\nHave `hand_over_begun_calls` pass over the calls that have been begun."},
+    {"fail_begun", fail_begun, METH_O,
+     "fail_begun(make_failure)\n--\n\nEnd all calls that were begun by the error of `make_failure(call)`, an operation"
+     " of the queue, and the synchronisation with the other ranks. The lock must be held."},
     {"add", add, METH_VARARGS,
      "add(key, x, result, make_result, carrier, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
      " `carrier`, a Collective, a NativeCall or a MessageCall. `key` is a tuple of all other arguments; `result` is an"
@@ -647,6 +714,9 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"enabled", T_BOOL, offsetof(Calls, enabled), 0, "False if Python has to carry out all calls."},
+    {"begun", T_INT, offsetof(Calls, begun_count), READONLY, "Number of calls that were begun and not completed."},
+    {"refuses", T_BOOL, offsetof(Calls, refuses), 0, "True if no call is completed: this process is another one."},
+    {"wrap", T_OBJECT, offsetof(Calls, wrap), 0, "Function of a BegunCall that returns the request; None: there is none."},
     {"deferrable", T_INT, offsetof(Calls, deferrable), 0,
      "Number of calls of MPI that may begin before they are compared with those of the other ranks, at most 64."},
     {NULL, 0, 0, 0, NULL},

@@ -32,6 +32,7 @@ typedef struct {
     int count, positional;
     int x, out, comm, timeout; /* indices of parameters; -1: there is none */
     int key[MAX_KEY], key_size; /* parameters after the name */
+    bool begins; /* a collective, which is completed later */
 } Function;
 
 /* The queue of the world, if all threads have the same, and its calls. */
@@ -118,9 +119,11 @@ static PyObject *repeat(const Function *one, PyObject *const *args, Py_ssize_t n
         Py_XDECREF((PyObject *)calls);
         return NULL;
     }
-    PyObject *value = run_repeated(calls, one->x < 0 ? one->given : values[one->x],
-                                   one->out < 0 ? Py_None : values[one->out], key, one->key_size + 1);
-    if (value != NULL && one->x < 0) {
+    PyObject *(*carry_out)(Calls *, PyObject *, PyObject *, PyObject *const *, Py_ssize_t) =
+        one->begins ? begin_repeated : run_repeated;
+    PyObject *value = carry_out(calls, one->x < 0 ? one->given : values[one->x],
+                                one->out < 0 ? Py_None : values[one->out], key, one->key_size + 1);
+    if (value != NULL && one->x < 0 && !one->begins) {
         Py_DECREF(value);
         value = Py_NewRef(Py_None);
     }
@@ -198,9 +201,9 @@ static int init_function(PyObject *self, PyObject *args, PyObject *keywords)
     (void)keywords;
     Function *one = (Function *)self;
     PyObject *function, *parameters, *defaults, *name, *key, *given;
-    int positional;
-    if (!PyArg_ParseTuple(args, "OO!iO!UO!O", &function, &PyTuple_Type, &parameters, &positional, &PyDict_Type,
-                          &defaults, &name, &PyTuple_Type, &key, &given))
+    int positional, begins;
+    if (!PyArg_ParseTuple(args, "OO!iO!UO!Op", &function, &PyTuple_Type, &parameters, &positional, &PyDict_Type,
+                          &defaults, &name, &PyTuple_Type, &key, &given, &begins))
         return -1;
     if (one->function != NULL) {
         PyErr_SetString(PyExc_ValueError, "Function: initialised twice");
@@ -208,6 +211,7 @@ static int init_function(PyObject *self, PyObject *args, PyObject *keywords)
     }
     one->function = Py_NewRef(function);
     one->given = Py_NewRef(given);
+    one->begins = begins != 0;
     one->name = Py_NewRef(name);
     PyUnicode_InternInPlace(&one->name);
     one->positional = positional;
@@ -315,9 +319,10 @@ static PyGetSetDef attributes[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Function(function, parameters, positional, defaults, name, key, given)\n--\n\nA public function, which"
-                " calls `function` for all calls that are not like an earlier one. `key` has the parameters that are"
-                " part of the key of a call, besides its name."},
+    {Py_tp_doc, "Function(function, parameters, positional, defaults, name, key, given, begins)\n--\n\nA public"
+                " function, which calls `function` for all calls that are not like an earlier one. `key` has the"
+                " parameters that are part of the key of a call, besides its name. If `begins` is true, it begins the"
+                " call, and returns its request."},
     {Py_tp_init, init_function},
     {Py_tp_dealloc, dealloc_function},
     {Py_tp_traverse, traverse_function},

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "begun_calls.h"
 #include "bound_call.h"
 #include "calls.h"
 #include "collectives.h"
@@ -57,6 +58,7 @@ static PyMethodDef functions[] = {
     {"test_pending_messages", test_pending_messages, METH_NOARGS,
      "test_pending_messages()\n--\n\nMake progress on all messages that were started and have not completed."},
     {"await_unattended_message", await_unattended_message, METH_NOARGS, await_unattended_message_doc},
+    {"hand_over_begun_calls", hand_over_begun_calls, METH_NOARGS, hand_over_begun_calls_doc},
     {"set_progress", set_progress, METH_O, set_progress_doc},
     {"stop_progress", stop_progress, METH_NOARGS,
      "stop_progress()\n--\n\nHave `await_unattended_message` return False at once, now and later."},
@@ -80,7 +82,7 @@ static int fill_module(PyObject *module)
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
-        &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec};
+        &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec};
     PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;
@@ -90,6 +92,8 @@ static int fill_module(PyObject *module)
             set_pending_message_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &line_end_spec)
             set_line_end_type((PyTypeObject *)type);
+        if (status == 0 && specs[i] == &begun_call_spec)
+            set_begun_call_type((PyTypeObject *)type);
         if (specs[i] == &collective_spec)
             collective = type;
         Py_XDECREF(type);

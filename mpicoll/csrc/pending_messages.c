@@ -57,7 +57,7 @@ enum {
 };
 static const struct timespec TICK = {0, 1000000}, PAUSE = {0, 50000};
 
-static atomic_int unattended; /* messages in the list for which no thread waits */
+static atomic_int unattended; /* messages in the list, and collectives (begun_calls.c), for which no thread waits */
 static atomic_bool sleeping, stopped;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -71,8 +71,7 @@ static void wake(void)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Have a message tested by the thread of progress until a thread waits for it. */
-static void leave_alone(void)
+void leave_alone(void)
 {
     atomic_fetch_add(&unattended, 1);
     if (atomic_load(&sleeping))
@@ -89,6 +88,8 @@ static void leave_alone(void)
     }
     Py_XDECREF(result);
 }
+
+void attend(void) { atomic_fetch_sub(&unattended, 1); }
 
 /* Sleep until a message is left alone. Returns false after some seconds. */
 static bool sleep_until_left_alone(void)
@@ -194,7 +195,7 @@ static void unlist_message(PendingMessage *one)
         one->older->younger = one->younger;
     one->older = one->younger = NULL;
     if (one->waiting == 0)
-        atomic_fetch_sub(&unattended, 1);
+        attend();
     Py_DECREF((PyObject *)one);
 }
 
@@ -316,7 +317,7 @@ static void complete(PendingMessage *one)
 static void wait_for_pending(PendingMessage *one, int record)
 {
     if (one->waiting++ == 0)
-        atomic_fetch_sub(&unattended, 1);
+        attend();
     if (!one->busy)
         poll_message(one, TESTS);
     if (one->state == PENDING) {

@@ -13,6 +13,10 @@
 PyObject *make_pending_message(
     MessageCall *carrier, PyObject *group, PyObject *call, PyObject *array, const Operands *operands);
 
+/* Have the thread of progress look at a message, or a collective, until a thread attends to it. */
+void leave_alone(void);
+void attend(void);
+
 extern PyType_Spec pending_message_spec;
 
 /* Set the type that was made of it. */

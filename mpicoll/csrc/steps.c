@@ -18,6 +18,11 @@
  * its call is in shared memory then, so that the other ranks do not need it to raise their error: it may be far away in
  * its program, or have ended.
  *
+ * A rank may also begin the steps of several operations before it completes the first one. It stores their words, and
+ * compares those of each step when it completes it, in the order of steps: so it has not gone on where words differ.
+ * But it may have begun MAX_BEGUN - 1 later steps, whose words count for nothing then. The ranks meet MAX_BEGUN steps
+ * after the one that differs, which none of them has begun, are synchronised there, and begin these operations again.
+ *
  * A rank that stops waiting for the others, because they are late or dead, abandons the operation. It and ranks that
  * leave after a difference state in a word of their own that they can't be synchronised any more. Ranks that write to the
  * memory of others look at this word before each write, and count their writes in a word of their own: the rank that
@@ -46,6 +51,7 @@
 /* Parts of the lower half of a word. */
 static const uint32_t SIGNATURE = 0x3FFFFFFFu;
 static const uint32_t WAITS_FOR_NONE = 1u << 31, WAITS_FOR_SOME = 1u << 30; /* or for all ranks */
+static const uint32_t BEGUN = 3u << 30;                                     /* and waits for all later */
 
 /* Signature of the step in which ranks that have begun different operations exchange descriptions of them. */
 static const uint32_t DESCRIBING = 0x115C0FFEu;
@@ -78,7 +84,8 @@ _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
 _Static_assert(RING * sizeof(uint32_t) <= LINE, "sleepers of all flags");
 _Static_assert(WRITES_AT + sizeof(uint32_t) <= SLEEPERS_AT, "the state and the writes in one pair of cache lines");
-_Static_assert(AHEAD >= 2 && RING >= AHEAD + 2, "the data that a rank replaces has been read: see find_slot");
+_Static_assert(AHEAD >= 2 && RING >= AHEAD + 2 + MAX_BEGUN, "the data that a rank replaces has been read: see find_slot");
+_Static_assert(MAX_BEGUN <= AHEAD, "room for the words of a meeting, and those after it");
 _Static_assert((RING & (RING - 1)) == 0 && RING % 4 == 0, "indices of numbers that wrap, of both parities");
 
 typedef _Atomic uint64_t Word;
@@ -303,16 +310,19 @@ static __attribute__((noinline, cold)) void wake_sleepers(Word *flag, _Atomic ui
     wake_all(flag);
 }
 
-/* Store this rank's flag of the current step. */
-static inline void store_flag(const Steps *steps, uint32_t signature)
+/* Store this rank's flag of a step. */
+static inline void store_word(const Steps *steps, uint32_t step, uint32_t signature)
 {
-    Word *flag = get_flag(steps, steps->rank, steps->step);
-    _Atomic uint32_t *sleepers = get_sleepers(steps, steps->rank, steps->step);
-    atomic_store_explicit(flag, (uint64_t)steps->step << 32 | signature, memory_order_release);
+    Word *flag = get_flag(steps, steps->rank, step);
+    _Atomic uint32_t *sleepers = get_sleepers(steps, steps->rank, step);
+    atomic_store_explicit(flag, (uint64_t)step << 32 | signature, memory_order_release);
     /* Without a fence, the store may become visible only after this. Then the ranks sleep on, but not for long. */
     if (__builtin_expect(atomic_load_explicit(sleepers, memory_order_relaxed) != 0, 0))
         wake_sleepers(flag, sleepers);
 }
+
+/* The same of the current step. */
+static inline void store_flag(const Steps *steps, uint32_t signature) { store_word(steps, steps->step, signature); }
 
 /* Sleep until a rank that has not reached the step stores its flag, for at most `seconds`, or until a signal. */
 static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
@@ -498,8 +508,11 @@ static void leave_ranks(Steps *steps)
 
 static void abandon_operation(Steps *steps)
 {
-    /* Ranks that reach this step later must see that this rank has left it. */
+    /* Ranks that reach this step later, or one that was begun, must see that this rank has left it. */
+    for (int back = steps->begun - 1; back > 0; back--)
+        store_word(steps, steps->step - (uint32_t)back, 0);
     store_flag(steps, 0);
+    steps->begun = 0;
     /* They must not have seen another word when this rank changes the arrays that they read. */
     atomic_thread_fence(memory_order_seq_cst);
     leave_ranks(steps);
@@ -629,15 +642,33 @@ static bool have_begun_different_operations(const Steps *steps, uint32_t step)
 static bool may_have_gone_on(const Steps *steps, uint32_t step)
 {
     for (int rank = 0; rank < steps->size; rank++) {
-        uint32_t word = (uint32_t)atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire);
-        if (word & WAITS_FOR_NONE)
+        const uint32_t word = get_word(steps, rank, step), waits = word & ~SIGNATURE;
+        if (waits == WAITS_FOR_NONE)
             return true;
-        for (int other = 0; (word & WAITS_FOR_SOME) && other < steps->size; other++) {
+        for (int other = 0; waits == WAITS_FOR_SOME && other < steps->size; other++) {
             if (other != rank && get_signature(steps, other, step) == (word & SIGNATURE))
                 return true;
         }
     }
     return false;
+}
+
+/* Return true if a rank may have begun later steps; the same on all ranks. */
+static bool have_begun_more(const Steps *steps, uint32_t step)
+{
+    for (int rank = 0; rank < steps->size; rank++) {
+        if ((get_word(steps, rank, step) & ~SIGNATURE) == BEGUN)
+            return true;
+    }
+    return false;
+}
+
+/* Synchronise the ranks again after a step whose words differ, if no rank has gone on. Returns as wait_for_all. */
+static int meet_ranks(Steps *steps)
+{
+    const uint32_t step = steps->different_step;
+    steps->seen = steps->step = have_begun_more(steps, step) ? step + MAX_BEGUN - 1 : step;
+    return sync_words(steps, DESCRIBING);
 }
 
 /* Publish the description of the running call, for the step in which the words differ. */
@@ -673,10 +704,8 @@ static int exchange_descriptions(Steps *steps, bool have_parted)
     const bool described = has_described(steps, steps->rank, step);
     if (!described)
         publish_description(steps);
-    if (!have_parted) {
-        steps->seen = steps->step = step;
-        return sync_words(steps, DESCRIBING);
-    }
+    if (!have_parted)
+        return meet_ranks(steps);
     steps->seen = steps->step = step + AHEAD;
     if (!described)
         store_flag(steps, DESCRIBING);
@@ -689,7 +718,12 @@ static int conclude(Steps *steps, uint32_t signature)
     const bool have_parted = may_have_gone_on(steps, steps->different_step);
     steps->left = true;
     steps->different = have_begun_different_operations(steps, steps->different_step);
-    int status = steps->different ? exchange_descriptions(steps, have_parted) : 0;
+    steps->begun = 0;
+    int status = 0;
+    if (steps->different)
+        status = exchange_descriptions(steps, have_parted);
+    else if (!have_parted && have_begun_more(steps, steps->different_step))
+        status = meet_ranks(steps);
     if (status >= 0)
         steps->seen = steps->step;
     if (have_parted)
@@ -824,6 +858,53 @@ int sync_with_each(Steps *steps, const int *ranks, int count)
             status = wait_for_some(steps, signature, ranks[i], ranks[i] + 1);
     }
     return status == 0 ? 0 : end_operation(steps, status, signature);
+}
+
+bool can_begin(Steps *steps, bool alone)
+{
+    if (steps->unusable || steps->call.text == NULL || steps->begun >= MAX_BEGUN)
+        return false;
+    if (steps->seen != steps->step && (alone || steps->step - steps->seen >= AHEAD) && look_ahead(steps) > 0)
+        return false;
+    return alone ? steps->begun == 0 && steps->seen == steps->step : steps->step - steps->seen < AHEAD;
+}
+
+void begin_step(Steps *steps)
+{
+    const uint32_t signature = next_signature(steps);
+    keep_call(steps);
+    steps->step++;
+    steps->begun++;
+    store_flag(steps, signature | BEGUN);
+}
+
+int test_begun_step(Steps *steps)
+{
+    const uint32_t oldest = steps->step - (uint32_t)steps->begun + 1;
+    if (steps->unusable || steps->begun == 0)
+        return -1;
+    if ((int32_t)(oldest - steps->seen) <= 0)
+        return 1;
+    Words words = begin_words(steps, steps->seen + 1);
+    const int status = see_steps(steps, &words, oldest);
+    return status == 0 ? 1 : status > 0 ? -1 : 0;
+}
+
+int complete_step(Steps *steps, uint32_t step)
+{
+    int status = 1;
+    if (!steps->unusable)
+        status = (int32_t)(step - steps->seen) <= 0 ? 0 : wait_for_all(steps, step);
+    if (status != 0)
+        return end_operation(steps, status, 1);
+    steps->begun--;
+    return 0;
+}
+
+void abandon_begun_steps(Steps *steps)
+{
+    if (steps->begun > 0)
+        abandon_operation(steps);
 }
 
 int catch_up(Steps *steps)

@@ -11,6 +11,7 @@ enum {
     POSTED = 8, /* numbers that a rank posts in a step */
     SMALL_SLOT_BYTES = 48,
     AHEAD = 16, /* steps after the last one in which a rank has seen the words of all ranks */
+    MAX_BEGUN = 8, /* steps that a rank has begun and not completed */
     RING = 2 * AHEAD, /* words, small and ring slots of a rank */
     RING_SLOT_BYTES = 1024,
     RING_STRIDE = RING_SLOT_BYTES + 128, /* not a distance at which caches keep all slots in the same few places */
@@ -52,6 +53,7 @@ typedef struct {
     uint32_t step;
     uint32_t seen;          /* the step up to which the words of all ranks have been seen */
     uint32_t signature;     /* of the running operation and the index of its step, never 0 */
+    int begun;              /* the last steps, which this rank has begun and not completed */
     bool has_own_core;      /* no other rank of the node uses it */
     int patience;           /* long polls that may still fail while other programs use the core */
     bool unusable;          /* this rank has abandoned an operation */
@@ -111,6 +113,26 @@ int sync_with(Steps *steps, int first, int last);
 
 /* End a step as sync_with, but wait only for `count` other ranks. */
 int sync_with_each(Steps *steps, const int *ranks, int count);
+
+/* Return true if a step can be begun without waiting: by an operation whose `call` has a description, as in sync_with.
+ * What it writes lies in a small or ring slot; or in another one, which is `alone`: all earlier steps have been completed
+ * on this rank, and no other one is begun before it is. */
+bool can_begin(Steps *steps, bool alone);
+
+/* Begin a step, which ends when the words of all ranks have been seen. */
+void begin_step(Steps *steps);
+
+/* Look at the words that have been stored. Return 1 if the oldest step that was begun can be completed without waiting,
+ * 0 if not, -1 if the words of a step differ before. */
+int test_begun_step(Steps *steps);
+
+/* Complete the oldest step that was begun. Returns as sync_ranks; with an exception, none is begun any more, and the
+ * ranks are synchronised again unless `unusable` is set. */
+int complete_step(Steps *steps, uint32_t step);
+
+/* End all steps that were begun without completing them. The other ranks can't be synchronised with this one any more.
+ */
+void abandon_begun_steps(Steps *steps);
 
 /* Wait until all ranks have reached the last step of this rank, and compare their words. The slots and posted numbers
  * of both parities can be written afterwards. Returns as sync_ranks. */

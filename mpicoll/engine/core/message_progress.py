@@ -1,4 +1,5 @@
-"""Thread that makes progress on the messages that the extension has started and on which no thread waits.
+"""Thread that looks after what the extension has started and no thread waits for: it makes progress on messages, and
+hands begun collectives over to the threads of their queues.
 
 A message that is waited for at once costs no hand-over to this thread: it sleeps in the extension, without the
 interpreter lock, until a message has been left alone for about a millisecond.
@@ -10,7 +11,13 @@ import atexit
 import functools
 import threading
 
-from mpicoll.extension import await_unattended_message, set_progress, stop_progress, test_pending_messages
+from mpicoll.extension import (
+    await_unattended_message,
+    hand_over_begun_calls,
+    set_progress,
+    stop_progress,
+    test_pending_messages,
+)
 
 _SECONDS_TO_END = 5.0
 """Bound in seconds of the wait for the end of the thread."""
@@ -41,6 +48,7 @@ def _start() -> None:
 def _run() -> None:
     while await_unattended_message():
         test_pending_messages()
+        hand_over_begun_calls()
 
 
 def _stop() -> None:

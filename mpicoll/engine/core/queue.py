@@ -2,7 +2,8 @@
 
 All collectives go through one FIFO, because MPI requires the same order on all ranks and never matches blocking with
 non-blocking collectives: a rank may block in an operation that another rank started in the background. The thread that
-holds the lock runs the head of the queue: a worker thread in the background, or a caller that waits.
+holds the lock runs the head of the queue: a worker thread in the background, or a caller that waits. Calls that the
+extension has begun in the thread of their caller (``csrc/begun_calls.c``) come before all that is queued.
 
 Two threads of a program that call blocking operations on one communicator at the same time get an error: the order in
 which they acquire the lock may differ between ranks. A thread that finds the lock free does not check for other
@@ -53,7 +54,7 @@ from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Collective, MessageCall, NativeCall, WindowMemory
+    from mpicoll._shm import BegunCall, Collective, MessageCall, NativeCall, WindowMemory
     from mpicoll.engine.core.arena import Arena
 
 _LATENESS = 0.8
@@ -78,6 +79,10 @@ def _show_numpy_layout() -> None:
     capsule = getattr(module, "_ARRAY_API", None)
     if capsule is not None:
         set_numpy_interface(capsule)
+
+
+def do_nothing() -> None:
+    """Return: the function of an operation that has ended."""
 
 
 def leave_to_python(missing: Any, x: Any, out: Any, *key: Any) -> Any:
@@ -105,9 +110,12 @@ class OperationQueue:
         self.failures: WeakSet[QueuedOperation] = WeakSet()
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
+        self._handed_over = False
         self._closed = False
         self._observer: Observer | None = None
         self.calls = make_calls(self.lock, self, self.pending, group)
+        # Begins a call like an earlier one, and returns its request; if it can't, its first argument.
+        self.begin_repeated: Callable[..., Any] = leave_to_python if self.calls is None else self.calls.begin
         # Carries out a call like an earlier one, and returns its result; if it can't, its first argument.
         self.run_repeated: Callable[..., Any] = leave_to_python if self.calls is None else self.calls.run
         # How many times calls were discarded: what :meth:`bind_call` returned before is to be bound again.
@@ -124,7 +132,7 @@ class OperationQueue:
         self.thread = 0
         # The value of `current` during the last queued operation; the thread that runs a queued operation, or one that
         # is not a blocking collective; and the threads whose blocking collectives follow these.
-        self._background_entry: EntryTuple | None = None
+        self.background_entry: EntryTuple | None = None
         self.runner_thread: int | None = None
         self._behind: list[tuple[int, Call]] = []
         # Threads that wait, without a bound, for what was submitted.
@@ -251,6 +259,8 @@ class OperationQueue:
         if self.pending or self.lock.locked():
             return self._run_behind(function, call, *args)
         with self.lock:
+            if self.has_begun:
+                self.run_pending()
             if self.observer is not None:
                 return self.run_observed(function, call, None, *args)
             # run_observed, inlined for the most frequent calls.
@@ -317,10 +327,15 @@ class OperationQueue:
             finally:
                 self.runner_thread = outer
 
+    @property
+    def has_begun(self) -> bool:
+        """True if calls have been begun and not completed."""
+        return self.calls is not None and self.calls.begun > 0
+
     def run_pending(self) -> None:
-        """Run all queued operations. The lock is held."""
-        while self.pending:
-            self._run_operation(self.pending.popleft())
+        """Complete all calls that were begun, and run all queued operations. The lock is held."""
+        while self.pending or self.has_begun:
+            self._run_next()
 
     def run_observed(self, function: Callable[..., Any], call: Call, site: CallSite | None, *args: Any) -> Any:
         """Run an operation now, with the observer's callbacks. The lock is held."""
@@ -331,7 +346,7 @@ class OperationQueue:
         self.lock.number = number = self.lock.number + 1
         entry = (self.group, number, call, monotonic(), site)
         if self.runner_thread is not None:
-            self._background_entry = entry
+            self.background_entry = entry
         self.current = entry
         interrupt = None
         try:
@@ -385,20 +400,61 @@ class OperationQueue:
         with self._filled:
             self.pending.append(operation)
             self._filled.notify()
-            if self.background and self._worker is None:
-                self._worker = threading.Thread(target=self._run_worker, name=f"mpicoll-{self.group.name}", daemon=True)
-                self._worker.start()
+            if self.background:
+                self._start_worker()
         return operation
+
+    def _start_worker(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._run_worker, name=f"mpicoll-{self.group.name}", daemon=True)
+            self._worker.start()
+
+    def keep_failure(self, call: Call, error: BaseException) -> QueuedOperation:
+        """Return an operation that has failed with `error`, for a call that was begun. Called by the extension."""
+        failed = self._make_failed(call, error)
+        self.failures.add(failed)
+        return failed
+
+    def _make_failed(self, call: Call, error: BaseException) -> QueuedOperation:
+        failed = QueuedOperation(self, do_nothing, call, None)
+        failed.error = error
+        failed.done = True
+        return failed
+
+    def hand_over_begun(self) -> None:
+        """Have the worker complete the calls that were begun. Without a worker, only threads that wait or test do so.
+        Called by the extension."""
+        if self.calls is None or not self.background:
+            return
+        self.calls.attend_to_begun()
+        with self._filled:
+            self._handed_over = True
+            self._filled.notify()
+            self._start_worker()
+
+    def conclude_begun(self) -> None:
+        """Complete the oldest call that was begun, in which the ranks have to meet. Called by the extension."""
+        self.hand_over_begun()
+        self.make_progress()
+
+    def wait_for_begun(self, begun: BegunCall, timeout: float | None, bound: float | None) -> None:
+        """Return when a call that was begun is done. Raises Timeout after `timeout` seconds. Called by the
+        extension."""
+        if timeout is not None:
+            self.hand_over_begun()
+        self.wait_until_done(begun, timeout, bound)
 
     def make_progress(self) -> None:
         """Run the head of the queue if there is no worker: then only testing makes progress."""
-        if not self.background and self.pending and self.lock.acquire(blocking=False):
+        if not self.background and (self.pending or self.has_begun) and self.lock.acquire(blocking=False):
             try:
                 self._run_next()
             finally:
                 self.lock.release()
 
-    def wait_until_done(self, operation: QueuedOperation, timeout: float | None, bound: float | None = None) -> None:
+    def wait_until_done(
+        self, operation: QueuedOperation | BegunCall, timeout: float | None, bound: float | None = None
+    ) -> None:
         """Return when `operation` is done. Without a timeout this thread runs queued operations too; otherwise only the
         worker does."""
         if timeout is None:
@@ -421,7 +477,7 @@ class OperationQueue:
         finally:
             self.watch.waits.bounded.remove(operation.call)
 
-    def _wait_within(self, operation: QueuedOperation, timeout: float, bound: float | None) -> None:
+    def _wait_within(self, operation: QueuedOperation | BegunCall, timeout: float, bound: float | None) -> None:
         if wait_for(lambda: operation.done or None, timeout, self.make_progress):
             return
         whole = timeout if bound is None else bound
@@ -429,16 +485,22 @@ class OperationQueue:
             self.watch.waits.timed_out.append(operation.call)
         raise timeout_error(self.watch, self.group, self._describe_progress(operation, whole), whole)
 
-    def _describe_progress(self, operation: QueuedOperation, seconds: float) -> str:
+    def _describe_progress(self, operation: QueuedOperation | BegunCall, seconds: float) -> str:
         """Describe the collective of `operation` and its progress after `seconds`."""
         queue, running = self.pending.copy(), self.current
-        if operation in queue:
+        if isinstance(operation, QueuedOperation):
+            number = self.number + 1 + queue.index(operation) if operation in queue else self.number
+            waits = operation in queue
+        else:
+            number = operation.number
+            waits = running is None or running[1] != number
+        if waits:
             behind = "" if running is None else f" (behind {running[2]} number {running[1]})"
-            return f"{operation.call} number {self.number + 1 + queue.index(operation)}{behind}"
+            return f"{operation.call} number {number}{behind}"
         if seconds < MIN_REPORTED_TIMEOUT:
-            return f"{operation.call} number {self.number}"
+            return f"{operation.call} number {number}"
         now = self.executing.position(self.group.members)
-        return f"{operation.call} number {self.number}{f' (in {now.where})' if now.waits_for else ''}"
+        return f"{operation.call} number {number}{f' (in {now.where})' if now.waits_for else ''}"
 
     def unreported_failures(self) -> list[QueuedOperation]:
         """Return the operations that have failed in the background and whose errors have not been reported."""
@@ -459,7 +521,13 @@ class OperationQueue:
 
     def drain(self, timeout: float) -> bool:
         """Wait for all submitted operations. Return False if they have not completed within `timeout` seconds."""
-        return bool(wait_for(lambda: not (self.pending or self.lock.locked()) or None, timeout, self.make_progress))
+        if self.has_begun:
+            self.hand_over_begun()
+        return bool(
+            wait_for(
+                lambda: not (self.pending or self.lock.locked() or self.has_begun) or None, timeout, self.make_progress
+            )
+        )
 
     def describe_repeated(self, call: Call) -> bytes:
         """Return the description of a call that will be repeated, for ranks that call another collective. Called by the
@@ -481,6 +549,7 @@ class OperationQueue:
         if self.arena is None:
             return
         with self.lock:
+            self.run_pending()
             if not self.has_unseen_calls():
                 return
             self.thread = get_ident()
@@ -523,6 +592,13 @@ class OperationQueue:
                 operation = self.pending.popleft()
                 operation.error = CommunicatorError(f"{operation}: abandoned")
                 operation.finish()
+        if self.calls is not None and self.has_begun and self.lock.acquire(blocking=False):
+            try:
+                self.calls.fail_begun(
+                    lambda call: self._make_failed(call, CommunicatorError(f"{call} on {self.group}: abandoned"))
+                )
+            finally:
+                self.lock.release()
 
     def refuse(self) -> None:
         """Make all further operations raise CommunicatorError: this process was forked from the process that
@@ -530,6 +606,7 @@ class OperationQueue:
         self.discard_calls()
         if self.calls is not None:
             self.calls.enabled = False
+            self.calls.refuses = True
         self.lock = self._filled = self.watch = ForkedLock(self.group.name)  # type: ignore[assignment]
 
     def on_dropped(self) -> None:
@@ -537,7 +614,9 @@ class OperationQueue:
         if not self._closed:
             self.retire()
         self.stop()
-        if self.pending or self.lock.locked():
+        if self.has_begun:
+            self.hand_over_begun()
+        if self.pending or self.lock.locked() or self.has_begun:
             return
         if self.has_unseen_calls() and self.watch is not None:
             self.watch.waits.keep(self)  # to compare these calls at exit
@@ -563,8 +642,8 @@ class OperationQueue:
         if (call := self.lock.call) is not None:
             return self.group, self.lock.number, call, monotonic(), None
         while True:
-            # No lock is held: `_background_entry` is consistent only if `current` did not change meanwhile.
-            running, background, again = self.current, self._background_entry, self.current
+            # No lock is held: `background_entry` is consistent only if `current` did not change meanwhile.
+            running, background, again = self.current, self.background_entry, self.current
             if running is again:
                 return None if running is background else running
 
@@ -592,18 +671,25 @@ class OperationQueue:
             raise concurrent_call_error(self.group, me[1], ident, f"{what}{number}")
 
     def _run_next(self) -> None:
-        """Run the head of the queue, if the queue is not empty. The lock is held."""
-        if self.pending:
+        """Complete the oldest call that was begun; if there is none, run the head of the queue, if that is not empty.
+        The lock is held."""
+        if self.calls is not None and self.calls.begun > 0:
+            self.calls.complete_oldest()
+        elif self.pending:
             self._run_operation(self.pending.popleft())
 
     def _run_worker(self) -> None:
         while True:
             with self._filled:
-                while not self.pending and not self._closed:
+                while not (self.pending or self._handed_over or self._closed):
                     if not self._filled.wait(_IDLE):
                         break
-                if not self.pending:
+                if not (self.pending or self._handed_over):
                     self._worker = None
                     return
+                self._handed_over = False
             with self.lock, suppress(BaseException):  # the operation keeps the exception for its waiter
-                self._run_next()
+                if self.calls is not None and self.calls.complete_handed_over():
+                    self._handed_over = True
+                elif self.pending:
+                    self._run_next()
