@@ -121,13 +121,36 @@ static void start_step(BegunCall *one)
     steps->call = (Kept){0};
 }
 
+/* Return true if a call uses memory that an earlier one has yet to write, or writes memory that it has yet to read. */
+static bool depends_on(const BegunCall *one, const BegunCall *earlier)
+{
+    const size_t sources = one->collective->source_bytes, targets = one->collective->target_bytes;
+    const size_t written = earlier->collective->target_bytes, read = earlier->collective->source_bytes;
+    return overlap(one->source, sources, earlier->target, written) ||
+           overlap(one->target, targets, earlier->target, written) ||
+           overlap(one->target, targets, earlier->source, read);
+}
+
+/* Return how many of the calls that were begun need not be completed before this one. */
+static int count_independent(const Calls *calls, const BegunCall *one)
+{
+    if (!is_in_ring(one->collective) || calls->begins_alone)
+        return 0;
+    int most = 0;
+    while (most < calls->begun_count && most < MAX_BEGUN - 1 &&
+           !depends_on(one, calls->begun[calls->begun_count - 1 - most]))
+        most++;
+    return most;
+}
+
 /* Return true if a call can be begun now; false, or with an exception, if it can't. Completes earlier ones if they are in
  * the way and other ranks have begun them. The lock is held. */
-static bool make_way(Calls *calls, const Collective *collective)
+static bool make_way(Calls *calls, const BegunCall *one)
 {
+    const Collective *collective = one->collective;
     Steps *steps = collective->steps;
     const bool alone = !is_in_ring(collective);
-    const int most = alone || calls->begins_alone ? 0 : MAX_BEGUN - 1;
+    const int most = count_independent(calls, one);
     while (calls->begun_count > most) {
         if (test_begun_step(steps) != 1)
             return false;
@@ -182,7 +205,7 @@ PyObject *begin_in_order(
         return NULL;
     QueueLock *lock = calls->lock;
     bool begins = PyObject_Size(calls->pending) == 0 && try_to_lock(lock);
-    if (begins && !make_way(calls, one->collective)) {
+    if (begins && !make_way(calls, one)) {
         unlock(lock);
         begins = false;
     }

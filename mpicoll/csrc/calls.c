@@ -250,7 +250,7 @@ static Entry *find_entry(
     return NULL;
 }
 
-static bool overlap(const char *one, size_t one_bytes, const char *other, size_t other_bytes)
+bool overlap(const char *one, size_t one_bytes, const char *other, size_t other_bytes)
 {
     /* As numbers: an array without elements may be at NULL, to which C adds nothing. */
     const uintptr_t first = (uintptr_t)one, second = (uintptr_t)other;

@@ -48,6 +48,8 @@ struct Calls {
     Calls *older, *younger; /* in the list of those with begun calls */
 };
 
+bool overlap(const char *one, size_t one_bytes, const char *other, size_t other_bytes);
+
 /* Carry out a call like one that was added. Returns a new reference to its result; or NULL, with an exception, or
  * without one if Python has to carry out the call. */
 PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size);
