@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_progress import enable_progress
 from mpicoll.engine.core.operation import Operation, Prepare
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
@@ -86,9 +88,14 @@ def start(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, prepar
         full_key, cached, *_ = _find_entry(comm, key, x, out)
         if type(cached) is not tuple:
             _cache(operation, key, full_key, cached, x, out, prepare)
-            if comm.queue.calls.wrap is None and enable_progress():
-                comm.queue.calls.wrap = _make_request
+            _enable_begun_calls(comm.queue)
     return dispatch.start(operation)
+
+
+def _enable_begun_calls(queue: OperationQueue) -> None:
+    """Have the extension begin nonblocking calls that are like earlier ones."""
+    if queue.calls is not None and queue.calls.wrap is None and enable_progress():
+        queue.calls.wrap = _make_request
 
 
 def _make_request(begun: BegunCall) -> Request:
@@ -149,6 +156,7 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
             task = dispatch.make_task(operation)
             task.call.name = key[0]
             return task
+        _enable_begun_calls(comm.queue)
     bound_call = cached[0]
 
     def run() -> None:
@@ -158,7 +166,9 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
             comm.call_cache.pop(full_key, None)
             raise
 
-    return Task(run, cached[1])
+    task = Task(run, cached[1])
+    task.begin = partial(comm.queue.begin_repeated, None, x, out, *key)
+    return task
 
 
 def _find_device_arguments(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> DeviceArguments | None:

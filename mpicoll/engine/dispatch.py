@@ -38,14 +38,16 @@ if TYPE_CHECKING:
 
 class Task:
     """Function that carries out `operations`, to be run by the queue of their communicator, and the call that
-    identifies it there."""
+    identifies it there. `begin` begins the call instead and returns its request; None if only the queue can start it.
+    """
 
-    __slots__ = ("call", "operations", "run")
+    __slots__ = ("begin", "call", "operations", "run")
 
     def __init__(self, run: Callable[[], None], call: Call, *operations: Operation) -> None:
         self.run = run
         self.call = call
         self.operations = operations
+        self.begin: Callable[[], Request | None] | None = None
 
     def __call__(self) -> None:
         self.run()

@@ -29,7 +29,7 @@ from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_messages import FastMessages
 from mpicoll.torch.fast_path import FastPath
 from mpicoll.torch.tensors import check_plain, flatten_input, prepare_in_place
-from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, create_transfer_work
+from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, WorkHandle, create_transfer_work
 
 PrepareTask: TypeAlias = "Callable[[CommunicatorCore], Task]"
 """Function that checks the arguments of a collective and returns its Task on a communicator."""
@@ -397,8 +397,10 @@ class GroupOperations:
         task = prepare(current.core)
         task.call.name = name
         with _profile_start(name):
-            job = current.core.queue.submit(task, task.call)
-        return self._add_coalesced(Work(job, outputs, current.callbacks.submit))
+            handle: WorkHandle | None = None if task.begin is None else task.begin()
+            if handle is None:
+                handle = current.core.queue.submit(task, task.call)
+        return self._add_coalesced(Work(handle, outputs, current.callbacks.submit))
 
 
 def to_seconds(timeout: timedelta) -> float:

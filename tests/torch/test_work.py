@@ -47,6 +47,25 @@ def until(condition: Callable[[], bool]) -> None:
 # --- waiting
 
 
+@pytest.mark.extension
+def test_calls_like_earlier_ones_are_begun_at_once(rank: int, size: int) -> None:
+    if size < 2:
+        pytest.skip("needs two ranks")
+    tensor = torch.empty(3)
+    for turn in range(5):
+        tensor.fill_(rank + 1.0 + turn)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work.wait()
+        assert tensor.tolist() == [total(size, turn)] * 3
+    tensor.fill_(1.0)
+    dist.barrier()
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    begun = getattr(works[0].handle, "_handle", None)
+    assert type(begun).__name__ == "BegunCall"
+    assert works[-1].get_future().wait()[0].tolist() == [size**3] * 3
+    assert all(work.is_success() for work in works)
+
+
 def test_wait_returns_true_and_again(rank: int, size: int) -> None:
     tensor = torch.tensor([rank + 1.0])
     work = dist.all_reduce(tensor, async_op=True)
