@@ -641,6 +641,7 @@ def test_overhead(of_two: OfTwo) -> None:
             "counts=, out=",
             "plan",
             "i-form, wait",
+            "mpi4py, I-form, Wait",
             "tensor",
             "torch, drop-in",
             "torch, async",

@@ -263,6 +263,7 @@ def _overhead(team: Team, asked: Settings) -> None:
         peers.candidate("None elsewhere, out=", kind="numpy", absent=True),
         peers.candidate("strided, out=", kind="numpy", strided=True),
         peers.add_wait(peers.candidate("i-form, wait", kind="numpy", form="i")),
+        peers.add_wait(peers.mpi4py(team.comm, kind="numpy", name="mpi4py, I-form, Wait", form="i")),
         peers.candidate("plan", kind="numpy", form="_init"),
         peers.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
         peers.candidate("tensor", kind="torch", out=False),

@@ -120,8 +120,8 @@ def _check_ring_case(case: Case, *, plain: bool, form: str) -> None:
         raise Unavailable("accumulate is measured with sum")
 
 
-def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py") -> Contestant:
-    """Return raw mpi4py on a duplicated communicator. Collective."""
+def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py", form: str = "") -> Contestant:
+    """Return raw mpi4py on a duplicated communicator: the call (`form` "") or its nonblocking form. Collective."""
     own = comm.mpi.Dup()
     from mpi4py import MPI
 
@@ -134,7 +134,9 @@ def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py") -> Cont
             if case.workload.dtype in ("float16", "bfloat16"):
                 raise Unavailable("some MPI libraries have no such dtype")
             return Ready(*ring_cases.prepare_mpi4py(case, own))
-        method = getattr(own, "Reduce_scatter_block" if collective == "reduce_scatter" else collective.capitalize())
+        method = getattr(
+            own, f"{form}{'reduce_scatter_block' if collective == 'reduce_scatter' else collective}".capitalize()
+        )
         if collective == "barrier":
             return Ready(method)
         if collective == "bcast":
