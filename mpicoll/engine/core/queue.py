@@ -441,6 +441,8 @@ class OperationQueue:
         """Return when a call that was begun is done. Raises Timeout after `timeout` seconds. Called by the
         extension."""
         if timeout is not None:
+            if begun.test():
+                return
             self.hand_over_begun()
         self.wait_until_done(begun, timeout, bound)
 
