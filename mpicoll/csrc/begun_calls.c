@@ -1,9 +1,9 @@
 /* Nonblocking collectives that are begun in the caller's thread.
  *
- * A call of one step is begun by writing this rank's data to a slot, and its word (steps.c). No rank is waited for: where
- * one would have to be, Python starts the call in its queue. It is completed when the words of all ranks have been seen,
- * by a thread of the program that waits for it, or tests it; by the next call that is not begun in this way, before that;
- * or, if none of these comes soon, by the thread of the queue. Each holds the lock of the queue.
+ * A call of one step is begun by writing this rank's data to a slot, and its word (steps.c). No rank is waited for:
+ * where one would have to be, Python starts the call in its queue. It is completed when the words of all ranks have
+ * been seen, by a thread of the program that waits for it, or tests it; by the next call that is not begun in this way,
+ * before that; or, if none of these comes soon, by the thread of the queue. Each holds the lock of the queue.
  *
  * Calls are completed in the order in which they were begun, and none before a thread needs that one or a later one: to
  * wait for the ranks that have yet to begin a call may be a deadlock.
@@ -143,8 +143,8 @@ static int count_independent(const Calls *calls, const BegunCall *one)
     return most;
 }
 
-/* Return true if a call can be begun now; false, or with an exception, if it can't. Completes earlier ones if they are in
- * the way and other ranks have begun them. The lock is held. */
+/* Return true if a call can be begun now; false, or with an exception, if it can't. Completes earlier ones if they are
+ * in the way and other ranks have begun them. The lock is held. */
 static bool make_way(Calls *calls, const BegunCall *one)
 {
     const Collective *collective = one->collective;
@@ -385,8 +385,8 @@ static PyObject *wait_for_begun_call(PyObject *self, PyObject *const *args, Py_s
 }
 
 const char hand_over_begun_calls_doc[] =
-    "hand_over_begun_calls()\n--\n\nCall `hand_over_begun()` of the queues with calls that were begun a millisecond ago,"
-    " and for which no thread waits.";
+    "hand_over_begun_calls()\n--\n\nCall `hand_over_begun()` of the queues with calls that were begun a millisecond"
+    " ago, and for which no thread waits.";
 
 PyObject *hand_over_begun_calls(PyObject *module, PyObject *unused)
 {

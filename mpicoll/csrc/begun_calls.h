@@ -8,8 +8,9 @@
 #include "calls.h"
 #include "native_calls.h"
 
-/* Begin a call by `carrier`, a Collective or a NativeCall, on the memory of `x` and of `value`, its result. Returns what
- * the queue makes of a new BegunCall; or NULL, with an exception, or without one if Python has to start the call. */
+/* Begin a call by `carrier`, a Collective or a NativeCall, on the memory of `x` and of `value`, its result. Returns
+ * what the queue makes of a new BegunCall; or NULL, with an exception, or without one if Python has to start the call.
+ */
 PyObject *begin_in_order(
     Calls *calls, PyObject *carrier, PyObject *call, PyObject *x, PyObject *value, const Operands *operands);
 

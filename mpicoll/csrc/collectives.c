@@ -34,11 +34,12 @@ _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an
  * No slot is written while others read it:
  *
  * - Small and ring slots, for ranks that may be ahead: a rank writes the data of step s when it has seen the words of
- *   all ranks in step s - 1 - AHEAD, so all of them have read the data of the steps before that one. It replaces that
- *   of step s - RING, which is one of these because RING >= AHEAD + 2. Such a slot has one place: a message that is
- *   large enough for several is too large for it.
+ *   all ranks in step s - 1 - AHEAD, so all of them have read the data of the steps before that one, except for up to
+ *   MAX_BEGUN steps that they have begun. It replaces that of step s - RING, which is earlier because RING >= AHEAD + 2
+ *   + MAX_BEGUN. Such a slot has one place: a message that is large enough for several is too large for it.
  * - Other slots: in all operations that write to them each rank waits for all others in each step, and has caught up
- *   before the first one. So a rank writes the data of step s when all ranks have reached step s - 1, and have read
+ *   before the first one. One that is begun with data in such a slot is completed before its rank stores another word.
+ *   So a rank writes the data of step s when all ranks have reached step s - 1, and have read
  *   that of step s - 2, the last one whose data may be in this slot, at any of its places: no place needs to be free
  *   for longer because other ranks are behind. All ranks are in step s - 1 or s, so the number of the step, from which
  *   the place follows, is the same on all of them. */
@@ -138,7 +139,8 @@ static int run_pieces(const Collective *one, const char *source, char *target)
     return 0;
 }
 
-/* Reduce the pieces of all ranks where the result is needed. Per rank n bytes written and n P read; one step a piece. */
+/* Reduce the pieces of all ranks where the result is needed. Per rank n bytes written and n P read; one step a piece.
+ */
 static void write_vector(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
 {
     Steps *steps = one->steps;

@@ -84,7 +84,7 @@ _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
 _Static_assert(RING * sizeof(uint32_t) <= LINE, "sleepers of all flags");
 _Static_assert(WRITES_AT + sizeof(uint32_t) <= SLEEPERS_AT, "the state and the writes in one pair of cache lines");
-_Static_assert(AHEAD >= 2 && RING >= AHEAD + 2 + MAX_BEGUN, "the data that a rank replaces has been read: see find_slot");
+_Static_assert(AHEAD >= 2 && RING >= AHEAD + 2 + MAX_BEGUN, "what a rank replaces has been read: see find_slot");
 _Static_assert(MAX_BEGUN <= AHEAD, "room for the words of a meeting, and those after it");
 _Static_assert((RING & (RING - 1)) == 0 && RING % 4 == 0, "indices of numbers that wrap, of both parities");
 

@@ -115,8 +115,8 @@ int sync_with(Steps *steps, int first, int last);
 int sync_with_each(Steps *steps, const int *ranks, int count);
 
 /* Return true if a step can be begun without waiting: by an operation whose `call` has a description, as in sync_with.
- * What it writes lies in a small or ring slot; or in another one, which is `alone`: all earlier steps have been completed
- * on this rank, and no other one is begun before it is. */
+ * What it writes lies in a small or ring slot; or in another one, which is `alone`: all earlier steps have been
+ * completed on this rank, and no other one is begun before it is. */
 bool can_begin(Steps *steps, bool alone);
 
 /* Begin a step, which ends when the words of all ranks have been seen. */

@@ -130,7 +130,7 @@ def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py", form: s
     def prepare(case: Case) -> Ready:
         collective, x, out = case.workload.collective, case.x, case.out
         if collective in RING_CASES:
-            _check_ring_case(case, plain=True, form="")
+            _check_ring_case(case, plain=True, form=form)
             if case.workload.dtype in ("float16", "bfloat16"):
                 raise Unavailable("some MPI libraries have no such dtype")
             return Ready(*ring_cases.prepare_mpi4py(case, own))
