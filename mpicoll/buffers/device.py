@@ -35,6 +35,18 @@ class Event(Protocol):
         """Return True if all work submitted before is done."""
 
 
+class Words(Protocol):
+    """Words of 32 bits in memory of the host that a device can access. The host may read and write them too."""
+
+    def write(self, offset: int, value: int) -> None:
+        """Write the word at `offset` (in bytes), given as work: what all earlier work has written is visible then to
+        the host and to all devices."""
+
+    def wait(self, offset: int, value: int) -> None:
+        """Begin all later work when the word at `offset` is at least `value`, in cyclic order: a word that is ahead of
+        `value` by less than 2**31. It occupies no processor of the device meanwhile."""
+
+
 class Export(NamedTuple):
     """Device memory that other processes of the node can reach: the allocation in which it lies, identified by
     `number` within the process, and its position there. `handle` opens the allocation in other processes, `process`
@@ -88,6 +100,27 @@ class Device(Protocol):
     def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
         """Submit work from this thread in the block. It begins when `after` is done. The block ends when all submitted
         work is done, also if it raises. May be nested: the inner block waits likewise."""
+
+    def submitting(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
+        """As :meth:`working`, but the block ends when all work is submitted, unless it raises. The arrays must live
+        until the work is done."""
+
+    def record_submitted(self) -> tuple[StreamEvent, list[Any]]:
+        """Record an event, inside of ``submitting``, after all work that this thread has submitted, and return it with
+        the host memory that this work uses. :meth:`reuse_event` takes it."""
+
+    def follow(self, event: StreamEvent) -> None:
+        """Have the work that this thread submits next begin when `event` is done."""
+
+    def block_stream(self, stream: int, event: StreamEvent) -> None:
+        """Have the later work of a caller's `stream` begin when `event` is done. The host does not wait."""
+
+    def is_done(self, event: StreamEvent) -> bool:
+        """Return True if `event` is done. Raises the error of work before it."""
+
+    def make_words(self, memory: Array) -> Words:
+        """Return words in contiguous `memory` of the host, for the streams of this device. Raises DeviceError if it
+        can't access them."""
 
     def synchronize(self) -> None:
         """Wait, inside of ``working``, for all work that this thread has submitted. Then the host, MPI and other ranks

@@ -865,6 +865,115 @@ def test_libcuda_knows_contexts_and_events(cuda, devices, monkeypatch):
     assert [libcuda.cuEventQuery(ctypes.c_void_p(event.ptr)) for _ in range(2)] == [600, 0]
 
 
+# Words for which streams wait
+
+
+class Words:
+    """Words in page-locked memory of the host, and libcuda's functions on them."""
+
+    def __init__(self, cuda: ModuleType, count: int = 2) -> None:
+        self.values = pinned(cuda, np.zeros(count, np.uint32))
+        self._libcuda = ctypes.CDLL("libcuda.so.1")
+
+    def _call(self, name: str, stream: Any, place: int, value: int) -> int:
+        address = self.values.ctypes.data + 4 * place
+        arguments = ctypes.c_uint64(stream.ptr), ctypes.c_uint64(address), ctypes.c_uint(value), ctypes.c_uint(0)
+        return int(getattr(self._libcuda, name)(*arguments))
+
+    def write(self, stream: Any, place: int, value: int) -> int:
+        return self._call("cuStreamWriteValue32_v2", stream, place, value)
+
+    def wait(self, stream: Any, place: int, value: int) -> int:
+        return self._call("cuStreamWaitValue32_v2", stream, place, value)
+
+
+@pytest.fixture
+def streams(cuda: ModuleType) -> list[Any]:
+    return [cuda.cuda.Stream(non_blocking=True) for _ in range(2)]
+
+
+@needs_compiler
+def test_a_stream_that_waits_for_a_word_blocks_itself_alone(cuda, streams):
+    words, (one, other) = Words(cuda), streams
+    assert words.wait(one, 0, 5) == 0
+    behind, beside = fakecuda.delay(one), fakecuda.delay(other)
+    for _ in range(3):
+        assert not one.done
+    other.synchronize()
+    assert beside.ran
+    assert not behind.ran
+    words.values[0] = 6
+    one.synchronize()
+    assert behind.ran
+
+
+@needs_compiler
+def test_words_are_compared_in_cyclic_order(cuda, streams):
+    words, (one, _) = Words(cuda), streams
+    for word, value, passes in ((4, 5, False), (5, 5, True), (2, 2**32 - 3, True), (2**32 - 3, 2, False)):
+        words.values[0] = word
+        assert words.wait(one, 0, value) == 0
+        assert one.done == passes
+        words.values[0] = value
+        one.synchronize()
+
+
+@needs_compiler
+def test_a_word_that_no_stream_writes_is_waited_for_not_for_ever(cuda, streams, monkeypatch):
+    monkeypatch.setenv("FAKECUDA_WAIT_TIMEOUT", "0.05")
+    words, (one, _) = Words(cuda), streams
+    words.wait(one, 0, 1)
+    with pytest.raises(cuda.cuda.runtime.CUDARuntimeError, match="LaunchTimeout"):
+        one.synchronize()
+    words.values[0] = 1
+    one.synchronize()
+
+
+@needs_compiler
+def test_the_device_writes_words_for_which_a_host_waits(cuda, streams):
+    """Whatever the host does that has submitted them, and no later work."""
+    words, (one, other) = Words(cuda), streams
+    first, then = fakecuda.delay(other), words.write(other, 0, 7)
+    behind = fakecuda.delay(other)
+    assert then == words.wait(one, 0, 7) == 0
+    one.synchronize()
+    assert words.values[0] == 7
+    assert first.ran
+    assert not behind.ran
+
+
+@needs_compiler
+def test_words_that_are_refused(cuda, streams, monkeypatch):
+    words, (one, _) = Words(cuda), streams
+    libcuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    address = ctypes.c_uint64(words.values.ctypes.data)
+    assert libcuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, ctypes.c_uint(0)) == 0
+    assert found.value == words.values.ctypes.data
+    pageable = np.zeros(2, np.uint32)
+    address = ctypes.c_uint64(pageable.ctypes.data)
+    assert libcuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, ctypes.c_uint(0)) == 1
+    words.values = pageable
+    assert words.write(one, 0, 1) == words.wait(one, 0, 1) == 1
+    words = Words(cuda)
+    monkeypatch.setenv("FAKECUDA_MEMORY_OPERATIONS", "0")
+    assert words.write(one, 0, 1) == words.wait(one, 0, 1) == 801
+
+
+def test_threads_may_wait_for_streams_that_wait_for_each_other(cuda, streams):
+    """By turns, as the streams of two ranks do: what a thread waits for does not hold up another thread."""
+    events = []
+    for turn in range(40):
+        one, other = streams[turn % 2], streams[1 - turn % 2]
+        for event in events[-2:]:
+            other.wait_event(event)
+        fakecuda.delay(one)
+        events += [one.record(), other.record()]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(one.synchronize) for one in streams]
+        for one in waiting:
+            one.result(timeout=30)
+
+
 # Arrays
 
 

@@ -13,6 +13,7 @@ from cupy.cuda import runtime
 
 from mpicoll.buffers.cuda import copies, folds, ipc_handles, pinned
 from mpicoll.buffers.cuda.streams import DeviceStreams
+from mpicoll.buffers.cuda.words import StreamWords
 from mpicoll.buffers.device import DeviceArray, Export
 from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import DeviceError
@@ -56,6 +57,9 @@ class CudaDevice(DeviceStreams):
 
     def export(self, memory: DeviceArray) -> Export | None:
         return ipc_handles.export(self.index, self.identity, memory)
+
+    def make_words(self, memory: Array) -> StreamWords:
+        return StreamWords(self, memory)
 
     def reach(self, export: Export) -> DeviceArray:
         return ipc_handles.open_export(self, self.index, export)

@@ -64,7 +64,30 @@ def libcuda() -> Any:
     driver.cuPointerGetAttribute.argtypes = [ctypes.POINTER(place), number, place]
     driver.cuDevicePrimaryCtxGetState.argtypes = [number, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(number)]
     driver.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(number)]
+    driver.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.POINTER(place), place, ctypes.c_uint]
     return driver
+
+
+def find_word_operations() -> tuple[Any, Any]:
+    """Return the functions by which streams write words of 32 bits, and wait for them: each takes the stream, the
+    address for the device, the value and flags, and returns CUDA's error. Raises OSError where the driver lacks
+    them."""
+    driver = libcuda()
+    try:
+        both = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    except AttributeError:
+        raise OSError("the driver is older than CUDA 11.7, and lacks cuStreamWaitValue32_v2") from None
+    for one in both:
+        one.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return both
+
+
+def find_device_address(address: int) -> int:
+    """Return the address for a device, which is current, of registered host memory. Raises OSError if the memory is not
+    registered."""
+    found = ctypes.c_uint64()
+    _check(libcuda().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0), address)
+    return found.value
 
 
 def exchange_capture_mode(mode: Any) -> None:
@@ -99,4 +122,4 @@ def find_bounds(address: int) -> tuple[int, int]:
 
 def _check(failed: int, address: int) -> None:
     if failed:
-        raise OSError(f"CUDA's error {failed} for the allocation at {address:#x}")
+        raise OSError(f"CUDA's error {failed} for the memory at {address:#x}")

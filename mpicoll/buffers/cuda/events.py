@@ -30,11 +30,15 @@ class RecordedEvent:
         self._event.synchronize()
 
     def done(self) -> bool:
-        if runtime.eventQuery(self._event.ptr) == _NOT_READY:
-            return False
-        # Raises an error of the work before the event.
-        self._event.synchronize()
-        return True
+        return is_done(self._event)
+
+
+def is_done(event: Any) -> bool:
+    """Return True if all work before `event` is done. Raises the error of that work."""
+    if runtime.eventQuery(event.ptr) == _NOT_READY:
+        return False
+    event.synchronize()
+    return True
 
 
 def new_event() -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
-from mpicoll.buffers.cuda.events import RecordedEvent, is_capturing, new_event
+from mpicoll.buffers.cuda.events import RecordedEvent, is_capturing, is_done, new_event
 from mpicoll.buffers.cuda.pinned import PinnedPool
 from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, view
 from mpicoll.buffers.dtypes import Array
@@ -75,11 +75,15 @@ class CurrentStream:
 
 
 class _Working:
-    """A block for the work of a thread; see :meth:`mpicoll.buffers.device.Device.working`."""
+    """A block for the work of a thread, for which the host `waits` at its end; see
+    :meth:`mpicoll.buffers.device.Device.working` and :meth:`~mpicoll.buffers.device.Device.submitting`."""
 
-    __slots__ = ("_after", "_device", "_mode", "_stream", "_thread_stream")
+    __slots__ = ("_after", "_device", "_mode", "_stream", "_thread_stream", "_waits")
 
-    def __init__(self, index: int, thread_stream: ThreadStream, after: Sequence[StreamEvent]) -> None:
+    def __init__(
+        self, index: int, thread_stream: ThreadStream, after: Sequence[StreamEvent], *, waits: bool = True
+    ) -> None:
+        self._waits = waits
         self._mode = RelaxedCapture()
         self._device = CurrentDevice(index)
         self._stream = CurrentStream(thread_stream.stream)
@@ -96,9 +100,10 @@ class _Working:
             raise
         self._thread_stream.after += self._after
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *error: object) -> None:
         try:
-            self._thread_stream.synchronize()
+            if self._waits or failure is not None:
+                self._thread_stream.synchronize()
         finally:
             self._stream.__exit__()
             self._device.__exit__()
@@ -156,17 +161,42 @@ class DeviceStreams:
     def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
         return _Working(self.index, self.thread_stream(), after)
 
+    def submitting(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
+        return _Working(self.index, self.thread_stream(), after, waits=False)
+
     def synchronize(self) -> None:
         self.thread_stream().synchronize()
+
+    def record_submitted(self) -> tuple[StreamEvent, list[Any]]:
+        lane = self.thread_stream()
+        stream = lane.submit()
+        event = self._take_event()
+        event.record(stream)
+        kept: list[Any] = [*lane.kept]
+        lane.kept.clear()
+        return event, kept
+
+    def follow(self, event: StreamEvent) -> None:
+        self.thread_stream().after.append(event)
+
+    def block_stream(self, stream: int, event: StreamEvent) -> None:
+        with CurrentDevice(self.index):
+            runtime.streamWaitEvent(stream, event.ptr)
+
+    def is_done(self, event: StreamEvent) -> bool:
+        return is_done(event)
+
+    def _take_event(self) -> Any:
+        try:
+            return self._idle_events.pop()
+        except IndexError:
+            return new_event()
 
     def record_caller(self, stream: int) -> StreamEvent | None:
         with CurrentDevice(self.index):
             if is_capturing(stream):
                 return None
-            try:
-                event = self._idle_events.pop()
-            except IndexError:
-                event = new_event()
+            event = self._take_event()
             runtime.eventRecord(event.ptr, stream)
         return event
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from fakecuda import errors, kernels, memory, streams
+from fakecuda import errors, kernels, memory, streams, words
 from fakecuda.errors import CUDARuntimeError
 
 _BUFFER_ID, _LEGACY_IPC, _RANGE_START, _RANGE_SIZE = 7, 10, 11, 12
@@ -61,6 +61,20 @@ def _query(event: int) -> int:
     return streams.event_at(event).query()
 
 
+def _device_address(place: int, address: int, flags: int) -> None:
+    if not memory.pinned(address):
+        raise CUDARuntimeError(errors.INVALID_VALUE)
+    ctypes.c_uint64.from_address(place).value = address
+
+
+def _write_value(stream: int, address: int, value: int, flags: int) -> None:
+    words.write(streams.stream_at(stream or 0), address, value, flags)
+
+
+def _wait_value(stream: int, address: int, value: int, flags: int) -> None:
+    words.wait(streams.stream_at(stream or 0), address, value, flags)
+
+
 _NAMES = {ctypes.c_void_p: "void*", ctypes.c_int: "int", ctypes.c_uint: "unsigned", ctypes.c_uint64: "unsigned long"}
 _POINTER, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Callable[..., int | None], tuple[Any, ...]]] = {
@@ -70,6 +84,9 @@ _FUNCTIONS: dict[str, tuple[Callable[..., int | None], tuple[Any, ...]]] = {
     "cuDevicePrimaryCtxGetState": (_context_state, (ctypes.c_int, _POINTER, _POINTER)),
     "cuThreadExchangeStreamCaptureMode": (_exchange_capture_mode, (_POINTER,)),
     "cuEventQuery": (_query, (_ADDRESS,)),
+    "cuMemHostGetDevicePointer_v2": (_device_address, (_POINTER, _ADDRESS, ctypes.c_uint)),
+    "cuStreamWriteValue32_v2": (_write_value, (_ADDRESS, _ADDRESS, ctypes.c_uint, ctypes.c_uint)),
+    "cuStreamWaitValue32_v2": (_wait_value, (_ADDRESS, _ADDRESS, ctypes.c_uint, ctypes.c_uint)),
 }
 
 

@@ -18,12 +18,14 @@ INVALID_HANDLE = 400
 NOT_FOUND = 500
 NOT_READY = 600
 ILLEGAL_ADDRESS = 700
+LAUNCH_TIMEOUT = 702
 PEER_ENABLED = 704
 PEER_NOT_ENABLED = 705
 HOST_REGISTERED = 712
 MISALIGNED = 716
 HOST_NOT_REGISTERED = 713
 NOT_PERMITTED = 800
+NOT_SUPPORTED = 801
 CAPTURE_UNSUPPORTED = 900
 CAPTURE_INVALIDATED = 901
 CAPTURE_UNMATCHED = 903
@@ -46,6 +48,7 @@ _WORDS = {
     PEER_UNSUPPORTED: "cudaErrorPeerAccessUnsupported: peer access is not supported between these two devices",
     INVALID_HANDLE: "cudaErrorInvalidResourceHandle: invalid resource handle",
     ILLEGAL_ADDRESS: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    LAUNCH_TIMEOUT: "cudaErrorLaunchTimeout: the launch timed out and was terminated",
     PEER_ENABLED: "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled",
     PEER_NOT_ENABLED: "cudaErrorPeerAccessNotEnabled: peer access has not been enabled",
     HOST_REGISTERED: "cudaErrorHostMemoryAlreadyRegistered: part or all of the requested memory range is already"
@@ -53,6 +56,7 @@ _WORDS = {
     HOST_NOT_REGISTERED: "cudaErrorHostMemoryNotRegistered: pointer does not correspond to a registered memory region",
     MISALIGNED: "cudaErrorMisalignedAddress: misaligned address",
     NOT_PERMITTED: "cudaErrorNotPermitted: operation not permitted",
+    NOT_SUPPORTED: "cudaErrorNotSupported: operation not supported",
     CAPTURE_UNSUPPORTED: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
     CAPTURE_INVALIDATED: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
     CAPTURE_UNMATCHED: "cudaErrorStreamCaptureUnmatched: the capture was not initiated in this stream",

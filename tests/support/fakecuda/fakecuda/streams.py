@@ -83,46 +83,61 @@ class Stream:
             return self.failed.status
         return 0 if self.done >= wanted else errors.NOT_READY
 
-    def advance(self) -> None:
-        """Run the first piece of work, if it may run now. CUDA's errors are kept for whoever waits."""
-        if self._busy.acquire(blocking=False):
-            try:
-                if self.queue and not _here.running:
-                    self._step(patient=False)
-            except CUDARuntimeError as error:
-                self.failed = error
-            finally:
-                self._busy.release()
+    def advance(self) -> bool:
+        """Run the first piece of work, or one that it waits for, if one may run now. Return True if one has run. CUDA's
+        errors are kept for whoever waits."""
+        try:
+            return not _here.running and self._step()
+        except CUDARuntimeError as error:
+            self.failed = error
+            return True
 
     def _run(self, position: int) -> None:
-        with self._busy:
-            while self.done < position:
-                self._step(patient=True)
-            if self.failed is not None:
-                failed, self.failed = self.failed, None
-                raise failed
+        before, begin = -1, 0.0
+        while self.done < position:
+            if self.done != before:
+                before, begin = self.done, time.monotonic()
+            if not self._step(patient=True):
+                if time.monotonic() - begin > float(os.environ.get("FAKECUDA_WAIT_TIMEOUT", "20")):
+                    raise CUDARuntimeError(errors.LAUNCH_TIMEOUT, "what a stream waits for does not come")
+                time.sleep(1e-4)
+        self._raise_failure()
 
-    def _step(self, patient: bool) -> None:
-        work, after = self.queue[0]
-        for stream, position in after:
-            if patient:
-                stream._run(position)
-            elif stream.done < position:
-                return stream.advance()
+    def _raise_failure(self) -> None:
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            raise failed
+
+    def _step(self, *, patient: bool = False) -> bool:
+        """Run one piece of work of this stream, or of one that it waits for. Return False if none may run now. A
+        thread that waits for another stream keeps nobody from running this one: streams may wait for each other by
+        turns."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        try:
+            if not self.queue:
+                return False
+            work, after = self.queue[0]
+            late = next((one for one, position in after if one.done < position), None)
+            if late is None:
+                for one, _ in after if patient else ():
+                    one._raise_failure()
+                return self._finish(work)
+        finally:
+            self._busy.release()
+        return late._step(patient=patient) if patient else late.advance()
+
+    def _finish(self, work: Work | None) -> bool:
         finished = True
         _here.running += 1
         try:
-            while work is not None and work() is False:
-                if not patient:
-                    finished = False
-                    return None
-                time.sleep(1e-4)
+            finished = work is None or work() is not False
         finally:
             _here.running -= 1
             if finished:
                 self.queue.popleft()
                 self.done += 1
-        return None
+        return finished
 
 
 class Event:
