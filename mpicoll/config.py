@@ -14,6 +14,7 @@ from mpicoll.named_tuple import NamedTuple
 TransportName = Literal["auto", "mpi", "local"]
 TuneMode = Literal["exact", "any", "off"]
 SharedMemory = Literal["auto", "named", "off"]
+CudaOrder = Literal["stream", "host"]
 
 CUDA_AWARE = ("send", "move", "reduce")
 """The words of MPICOLL_CUDA_AWARE: messages, collectives that move data, collectives that reduce."""
@@ -51,6 +52,9 @@ class Config(NamedTuple):
     ``MPICOLL_CUDA_AWARE`` (``auto``)
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
+    ``MPICOLL_CUDA_ORDER`` (``host``)
+        who waits for collectives on the GPUs of a node by ``ipc``: ``stream``: the caller's current stream, and the
+        host goes on; ``host``: the host. ``stream`` takes effect if all ranks set it
     ``MPICOLL_INTERFACE`` (one that all hosts reach)
         the network interfaces of which the control network and torch's store of a job on several hosts use one: names
         of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
@@ -92,6 +96,7 @@ class Config(NamedTuple):
     check: tuple[str, ...] = ()
     control_network: str = "auto"
     cuda_aware: str = "auto"
+    cuda_order: CudaOrder = "host"
     interface: tuple[str, ...] = ()
     outage: float = 7.0
     report: str = "."
@@ -113,6 +118,9 @@ class Config(NamedTuple):
         shared = environ.get("MPICOLL_SHARED_MEMORY", "auto")
         if shared not in ("auto", "named", "off"):
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
+        order = environ.get("MPICOLL_CUDA_ORDER", "host")
+        if order not in ("stream", "host"):
+            raise SetupError(f"MPICOLL_CUDA_ORDER={order!r}: must be stream or host")
         tune = environ.get("MPICOLL_TUNE", "exact")
         if tune not in ("exact", "any", "off"):
             raise SetupError(f"MPICOLL_TUNE={tune!r}: must be exact, any or off")
@@ -121,6 +129,7 @@ class Config(NamedTuple):
             check=_parse_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
             control_network=_parse_shape(environ.get("MPICOLL_CONTROL_NETWORK", "auto")),
             cuda_aware=_parse_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
+            cuda_order=cast(CudaOrder, order),
             interface=_parse_interfaces(environ.get("MPICOLL_INTERFACE", "")),
             outage=_read_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),

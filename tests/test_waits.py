@@ -121,6 +121,8 @@ WAITS = {
         "engine/core/poller.py::Poller.stop",
         "engine/core/queue.py::OperationQueue._wait_within",
         "engine/core/queue.py::OperationQueue.drain",
+        "engine/executors/stream_order.py::StreamOrder._try",
+        "engine/executors/stream_order.py::StreamOrder.drain",
         "engine/tracing/recorder.py::Recorder.stop",
         "engine/tracing/recorder.py::Recorder.flush",
         "engine/tracing/session.py::TraceSession._compare_clocks",
@@ -144,8 +146,16 @@ WAITS = {
         "transport/control/process_status.py::Process.status",
         "transport/waiting.py::wait_for",
     },
+    "a device, bounded by the timeout of the communicator; or a stream, not the host": {
+        "engine/dispatch.py::_block_callers",
+        "engine/executors/stream_order.py::StreamOrder._wait_for_others",
+        "engine/executors/stream_order.py::StreamOrder.begin",
+        "engine/executors/stream_order.py::StreamOrder.submit",
+        "engine/executors/stream_order.py::complete_or_defer",
+    },
     "a lock that is held for moments, or is not waited for": {
         "engine/core/queue.py::OperationQueue.abandon",
+        "engine/executors/stream_order.py::StreamOrder._sweep",
         "engine/core/queue.py::OperationQueue.make_progress",
         "torch/work.py::RecvHandle.test",
         "transport/control/network.py::ControlNetwork._before_fork",
@@ -157,6 +167,7 @@ WAITS = {
         "extension.py::PythonQueueLock.__enter__",
     },
     "a thread of ours that has nothing to do": {
+        "engine/executors/stream_order.py::_Monitor._run",
         "transport/mpi/session.py::_ExitAgreement._run",
         "engine/core/poller.py::Poller._run",
         "engine/core/queue.py::OperationQueue._run_worker",
@@ -186,7 +197,7 @@ WAITS = {
         "transport/tcp/messages.py::_wait_or_withdraw",
     },
     "ranks that are threads of one process: bounded by the timeout of run_local": {
-        "engine/run_local.py::run_local",
+        "engine/run_local.py::_run_all",
         "transport/local/transport.py::LocalPending.cancel",
         "transport/local/transport.py::LocalPending.wait",
         "transport/local/transport.py::LocalTransport._wait_or_withdraw",

@@ -29,6 +29,9 @@ class Library(Protocol):
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         """Record an event on the caller's stream, to be done before `buffer` is touched; None on the host."""
 
+    def find_stream(self, buffer: Buffer) -> int | None:
+        """Return the stream on which the caller uses `buffer`; None if that is not known, or on the host."""
+
 
 class Buffer:
     """An array that a caller passed: the object, a numpy view of its memory (a DeviceArray on a device), its dtype and

@@ -31,6 +31,9 @@ class NumpyLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 
+    def find_stream(self, buffer: Buffer) -> None:
+        return None
+
     def record_event(self, buffer: Buffer) -> None:
         return None
 

@@ -44,6 +44,9 @@ class PairLibrary:
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 
+    def find_stream(self, buffer: Buffer) -> int | None:
+        return None
+
 
 def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
     """Return the arrays of the caller that make up `buffer`."""

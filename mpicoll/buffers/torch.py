@@ -36,6 +36,9 @@ class TorchLibrary:
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 
+    def find_stream(self, buffer: Buffer) -> int | None:
+        return None
+
 
 class BFloat16Library(TorchLibrary):
     """torch tensors of bfloat16 on the CPU, which numpy sees as 16-bit words."""
@@ -71,6 +74,9 @@ class TorchCudaLibrary:
 
         index = buffer.user.device.index
         return record_event(index, self.current_stream(index))
+
+    def find_stream(self, buffer: Buffer) -> int | None:
+        return self.current_stream(buffer.user.device.index)
 
     def find_place(self, x: torch.Tensor) -> tuple[DeviceKind, int] | None:
         if not x.is_cuda or x.layout is not torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg():

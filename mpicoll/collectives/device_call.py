@@ -17,6 +17,7 @@ from mpicoll.engine.core.operation import Operation, Prepare
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
+from mpicoll.engine.executors.stream_order import Completion, StreamOrder, complete_or_defer
 from mpicoll.engine.selection.selector import get_forced_rules
 
 _MAX_VIEWS = 64
@@ -47,10 +48,11 @@ class _Views:
 class DeviceCall:
     """A call that was bound on a device, for memory at any addresses: `source` and `target`, 0 for what it lacks.
 
-    `make_result` makes an array for the result; None if the call has none on this rank. `call` describes the call.
+    `make_result` makes an array for the result; None if the call has none on this rank. `call` describes the call;
+    `order` is that of the streams, if the host does not wait for it.
     """
 
-    __slots__ = ("_collective", "_device", "_sources", "_targets", "call", "make_result")
+    __slots__ = ("_collective", "_device", "_order", "_sources", "_targets", "call", "make_result")
 
     def __init__(
         self,
@@ -59,8 +61,10 @@ class DeviceCall:
         collective: SharedMemoryCollective,
         call: Call,
         make_result: Callable[[], Any] | None,
+        order: StreamOrder | None,
     ) -> None:
         self._device = device
+        self._order = order
         self._collective = collective
         self._sources = _Views(arrays.source) if isinstance(arrays.source, DeviceArray) else None
         self._targets = _Views(arrays.target) if isinstance(arrays.target, DeviceArray) else None
@@ -77,17 +81,20 @@ class DeviceCall:
         """Record an event on the caller's stream, in the caller's thread, for :meth:`run`; None if it is captured."""
         return self._device.record_caller(stream)
 
-    def run(self, source: int, target: int, event: StreamEvent) -> None:
-        """Carry out the call in queue order, on memory that may be touched when `event` is done."""
-        sources, targets, device = self._sources, self._targets, self._device
-        with device.working((event,)):
-            self._collective(
-                None if sources is None else sources.at(source),
-                None if targets is None else targets.at(target),
-                do_nothing,
-                device.synchronize,
-            )
+    def run(self, source: int, target: int, event: StreamEvent, kept: Any = None) -> Completion | None:
+        """Carry out the call in queue order, on memory that may be touched when `event` is done. Return the completion
+        of a call for which the host does not wait; it keeps `kept`."""
+        device, order = self._device, self._order
+        given = None if self._sources is None else self._sources.at(source)
+        out = None if self._targets is None else self._targets.at(target)
+        completion = None
+        if order is None:
+            with device.working((event,)):
+                self._collective(given, out, do_nothing, device.synchronize)
+        else:
+            completion = order.carry_out((event,), self._collective, given, out, kept=kept)
         device.reuse_event(event)
+        return completion
 
 
 class DeviceArguments:
@@ -148,13 +155,16 @@ def call(comm: CommunicatorCore, arguments: DeviceArguments, name: str, x: Any, 
         if out is None and cached.make_result is not None:
             value = cached.make_result()
             target = _find_address(arguments.library, value)
-        event = cached.record(arguments.library.current_stream(arguments.index))
+        stream = arguments.library.current_stream(arguments.index)
+        event = cached.record(stream)
         if event is not None:
             try:
-                comm.queue.run(cached.run, cached.call, arguments.source, target, event)
+                completion = comm.queue.run(cached.run, cached.call, arguments.source, target, event)
             except BaseException:
                 comm.call_cache.pop(arguments.key, None)
                 raise
+            if completion is not None:
+                completion.block_stream(stream)
             return value
     operation = prepare(x=x, out=out)
     value = dispatch.run(operation)
@@ -180,10 +190,12 @@ def make_task(
 
     def run(kept: tuple[Any, Any] = (x, out)) -> None:
         try:
-            bound.run(source, target, event)
+            completion = bound.run(source, target, event, kept)
         except BaseException:
             comm.call_cache.pop(arguments.key, None)
             raise
+        if completion is not None:
+            complete_or_defer(completion)
 
     return Task(run, cached.call)
 
@@ -208,7 +220,7 @@ def _bind(operation: Operation, arguments: DeviceArguments, name: str, value: An
     bound = dispatch.bind_repeated_on_device(operation, device)
     if isinstance(bound, bool):
         return bound
-    choice, arrays, collective = bound
+    choice, arrays, collective, order = bound
     target = 0 if value is None else _find_address(library, value)
     if not (_lies_at(arrays.source, arguments.source) and _lies_at(arrays.target, target)):
         return False
@@ -216,7 +228,8 @@ def _bind(operation: Operation, arguments: DeviceArguments, name: str, value: An
     description.algorithm = choice.name
     description.name = name
     place = None if value is None or arguments.target else library.find_place(value)
-    return DeviceCall(device, arrays, collective, description, None if place is None else library.bind_empty(place[0]))
+    make_result = None if place is None else library.bind_empty(place[0])
+    return DeviceCall(device, arrays, collective, description, make_result, order)
 
 
 def _find_address(library: DeviceLibrary, array: Any) -> int:

@@ -11,6 +11,7 @@ from weakref import ref
 
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
+from mpicoll.buffers.streams import list_streams
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mpicoll.engine.executors.bound_schedule import Exchanger
     from mpicoll.engine.executors.device import DeviceContext
     from mpicoll.engine.executors.phased import MakePhases, PhasedOperation
+    from mpicoll.engine.executors.stream_order import Completion, StreamOrder
 
 
 class Task:
@@ -53,11 +55,44 @@ class Task:
         self.run()
 
 
+class DeferringTask(Task):
+    """Function that carries out the operations of `task`, which may be left to complete on the device. It returns their
+    completion then."""
+
+    __slots__ = ()
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.run, task.call, *task.operations)
+
+    def __call__(self) -> Completion | None:  # type: ignore[override]
+        from mpicoll.engine.executors.stream_order import Deferral
+
+        with Deferral() as deferral:
+            self.run()
+        return deferral.completion
+
+
 def run(operation: Operation) -> Any:
     """Carry out `operation` and return its result."""
     task = make_task(operation)
-    operation.comm.queue.run(task, task.call)
+    if operation.on is None:
+        operation.comm.queue.run(task, task.call)
+    else:
+        completion = operation.comm.queue.run(DeferringTask(task), task.call)
+        if completion is not None:
+            _block_callers(operation, completion)
     return operation.result()
+
+
+def _block_callers(operation: Operation, completion: Completion) -> None:
+    """Have the streams of the caller's arrays wait for `completion`; the host, if they can't."""
+    streams = list_streams(*operation.buffers)
+    if None in streams:
+        completion.wait()
+    else:
+        for stream in streams:
+            assert stream is not None
+            completion.block_stream(stream)
 
 
 def start(operation: Operation) -> Request:
@@ -255,9 +290,10 @@ def _choose_on_device(operation: Operation, device: Device) -> Choice:
 
 def bind_repeated_on_device(
     operation: Operation, device: Device
-) -> tuple[Choice, CollectiveArrays, SharedMemoryCollective] | bool:
-    """Return the algorithm of `operation`, its arrays, and what carries it out on any arrays like these. Return False
-    if such operations are bound each time, True if that is not known before the ranks have carried out one."""
+) -> tuple[Choice, CollectiveArrays, SharedMemoryCollective, StreamOrder | None] | bool:
+    """Return the algorithm of `operation`, its arrays, what carries it out on any arrays like these, and in which order
+    of streams. Return False if such operations are bound each time, True if that is not known before the ranks have
+    carried out one."""
     if operation.query.device is None:
         return False
     if not _get_device_context(operation.comm, device).has_exchanged:
@@ -268,14 +304,29 @@ def bind_repeated_on_device(
     arrays = operation.arrays.for_shared_memory()
     if arrays.load is not do_nothing or arrays.store is not do_nothing:
         return False
-    return choice, arrays, _bind_shared_on_device(operation, choice, arrays, device, repeated=True)
+    order = _find_order(operation, choice, device)
+    collective = _bind_shared_on_device(operation, choice, arrays, device, repeated=True, order=order)
+    return choice, arrays, collective, order
+
+
+def _find_order(operation: Operation, choice: Choice, device: Device) -> StreamOrder | None:
+    """Return the order in which the streams of the ranks carry out `operation`; None if the host waits for them."""
+    if choice.name != IPC:
+        return None
+    return _get_device_context(operation.comm, device).find_order(operation.arrays.reduction)
 
 
 def _bind_shared_on_device(
-    operation: Operation, choice: Choice, arrays: CollectiveArrays, device: Device, *, repeated: bool = False
+    operation: Operation,
+    choice: Choice,
+    arrays: CollectiveArrays,
+    device: Device,
+    *,
+    repeated: bool = False,
+    order: StreamOrder | None = None,
 ) -> SharedMemoryCollective:
     device_context = _get_device_context(operation.comm, device)
-    bind_to_arena = device_context.bind_shared_memory(direct=choice.name == IPC, repeated=repeated)
+    bind_to_arena = device_context.bind_shared_memory(direct=choice.name == IPC, repeated=repeated, order=order)
     return SharedMemoryCollective.of(operation, choice, arrays, bind_to_arena)
 
 
@@ -287,11 +338,27 @@ def _bind_on_device(operation: Operation, device: Device, call: Call | None) -> 
     choose_after_exchange = select_on_device(operation, device, report)
 
     def run() -> None:
+        # Not at module level, as the other methods for devices.
+        from mpicoll.engine.executors.stream_order import Waiting, complete_or_defer
+
         choice = choose_after_exchange()
-        with device.working(operation.after):
+        order = _find_order(operation, choice, device)
+        if order is not None:
+            submit = partial(_submit_on_device, operation, choice, device, order)
+            complete_or_defer(order.carry_out(operation.after, submit, kept=operation))
+            return
+        # What the phases of a collective do has to be complete before the next one.
+        with Waiting(), device.working(operation.after):
             _run_on_device(operation, choice, device)
 
     return run
+
+
+def _submit_on_device(operation: Operation, choice: Choice, device: Device, order: StreamOrder) -> None:
+    shared = operation.arrays.for_shared_memory()
+    collective = _bind_shared_on_device(operation, choice, shared, device, order=order)
+    collective(shared.source, shared.target, shared.load)
+    shared.store()
 
 
 def _run_on_device(operation: Operation, choice: Choice, device: Device) -> None:

@@ -83,6 +83,8 @@ def run_local(
             core = core if last is None else core_of(last)
             if completed and core is not None:
                 core.queue.close()
+                for comm in core.registry.members():
+                    comm.complete_on_device()
             # A worker that waits for other ranks fails when they detect that this rank has exited, and can be closed
             # only then.
             job.mark_dead(transport.rank)
@@ -93,10 +95,7 @@ def run_local(
         threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)
         for one in local.transports(job, ranks_per_node)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run_all(threads)
     if not failures and not faults:
         worlds.sort(key=lambda comm: comm.rank)
         warn_of_unmatched_messages((comm.transport, comm.name) for one in worlds for comm in one.registry.members())
@@ -106,6 +105,14 @@ def run_local(
             error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results
+
+
+def _run_all(threads: Sequence[threading.Thread]) -> None:
+    """Start `threads`, and return when they have ended."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _replace_world(comm: Communicator) -> None:

@@ -12,6 +12,7 @@ from cupy.cuda import runtime
 
 _RELAXED = 2
 _BUFFER_ID = 7
+_WORD_OPERATIONS = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
 
 
 _thread = threading.local()
@@ -65,6 +66,9 @@ def libcuda() -> Any:
     driver.cuDevicePrimaryCtxGetState.argtypes = [number, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(number)]
     driver.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(number)]
     driver.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.POINTER(place), place, ctypes.c_uint]
+    for name in _WORD_OPERATIONS:
+        if hasattr(driver, name):
+            getattr(driver, name).argtypes = [place, place, ctypes.c_uint32, ctypes.c_uint]
     return driver
 
 
@@ -74,12 +78,9 @@ def find_word_operations() -> tuple[Any, Any]:
     them."""
     driver = libcuda()
     try:
-        both = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+        return driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
     except AttributeError:
         raise OSError("the driver is older than CUDA 11.7, and lacks cuStreamWaitValue32_v2") from None
-    for one in both:
-        one.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    return both
 
 
 def find_device_address(address: int) -> int:

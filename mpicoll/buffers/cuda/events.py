@@ -35,9 +35,11 @@ class RecordedEvent:
 
 def is_done(event: Any) -> bool:
     """Return True if all work before `event` is done. Raises the error of that work."""
-    if runtime.eventQuery(event.ptr) == _NOT_READY:
+    status = runtime.eventQuery(event.ptr)
+    if status == _NOT_READY:
         return False
-    event.synchronize()
+    if status:
+        event.synchronize()
     return True
 
 

@@ -63,6 +63,9 @@ _REGISTERING = threading.RLock()
 _registered: dict[int, int] = {}
 """Page-locked ranges of host memory: where they begin, and end."""
 
+_owners: dict[int, set[int]] = {}
+"""The identities of the objects that own the memory of a range, by its begin: ranks that are threads have one each."""
+
 
 def register_host_memory(index: int, memory: Array) -> None:
     if not memory.nbytes:
@@ -73,18 +76,26 @@ def register_host_memory(index: int, memory: Array) -> None:
     begin = address - address % mmap.PAGESIZE
     end = -(-(address + whole.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _REGISTERING, RelaxedCapture(), CurrentDevice(index):
-        if any(first <= begin and end <= last for first, last in list(_registered.items())):
-            return
-        try:
-            runtime.hostRegister(begin, end - begin, _PORTABLE)
-        except runtime.CUDARuntimeError:
-            return
-        _registered[begin] = end
-        # Called before what was registered earlier for it, such as the end of a mapping.
-        finalize(root, _unregister, index, begin).atexit = False
+        first = next((one for one, last in list(_registered.items()) if one <= begin and end <= last), None)
+        if first is None:
+            try:
+                runtime.hostRegister(begin, end - begin, _PORTABLE)
+            except runtime.CUDARuntimeError:
+                return
+            _registered[first := begin] = end
+        owners = _owners.setdefault(first, set())
+        if id(root) not in owners:
+            owners.add(id(root))
+            # Called before what was registered earlier for it, such as the end of a mapping.
+            finalize(root, _unregister, index, first, id(root)).atexit = False
 
 
-def _unregister(index: int, begin: int) -> None:
+def _unregister(index: int, begin: int, owner: int) -> None:
+    owners = _owners.get(begin, set())
+    owners.discard(owner)
+    if owners:
+        return
+    _owners.pop(begin, None)
     _registered.pop(begin, None)
     # The system may have let go of it by itself.
     with suppress(runtime.CUDARuntimeError), RelaxedCapture(), CurrentDevice(index):

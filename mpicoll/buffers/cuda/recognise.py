@@ -60,6 +60,10 @@ class CupyLibrary:
         index = _home(buffer).index
         return record_event(index, current_stream(index))
 
+    def find_stream(self, buffer: Buffer) -> int | None:
+        # Other libraries may use their memory again on streams that they don't name.
+        return current_stream(_home(buffer).index) if isinstance(buffer.user, cupy.ndarray) else None
+
     def find_place(self, x: Any) -> tuple[DeviceKind, int] | None:
         memory = x.data
         if not memory.ptr or not x.flags.c_contiguous:

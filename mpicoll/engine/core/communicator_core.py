@@ -40,6 +40,12 @@ _SPLITTING = Position("the making of communicators for the nodes")
 class DeviceResources(Protocol):
     """State of a communicator on device memory, which belongs to its executors."""
 
+    def describe_order(self, *, has_kernel: bool) -> str:
+        """Return who waits for collectives in the memory of other ranks."""
+
+    def complete(self) -> None:
+        """Wait until the device has completed all collectives, or the communicator has failed."""
+
     def free(self) -> None:
         """Release the resources. Not collective."""
 
@@ -312,6 +318,11 @@ class CommunicatorCore:
             tune=self.tune,
             topology=topology,
         )
+
+    def complete_on_device(self) -> None:
+        """Wait until the device of this rank has completed all collectives, or the communicator has failed."""
+        if self.devices is not None:
+            self.devices.complete()
 
     def free_locally(self) -> None:
         """Free a revoked communicator, without a message."""

@@ -58,6 +58,9 @@ class Member(Protocol):
     def name(self) -> str:
         """Name of the communicator in messages."""
 
+    def complete_on_device(self) -> None:
+        """Wait until the device of this rank has completed all collectives, or the communicator has failed."""
+
 
 class Registry:
     """Communicators of one rank, and the changes that :func:`mpicoll.debug` has made to their checks.

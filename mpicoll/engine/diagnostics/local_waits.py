@@ -66,6 +66,8 @@ class LocalWaits:
         self.failing: Collection[WaitKey] = ()
         # Returns the messages that this process has started and that may be in transit: "send" or "recv", and the tag.
         self.started: Callable[[], list[tuple[str, int | None]]] = list
+        # Returns the operations that a device has not completed, from their submission on.
+        self.submitted: Callable[[], list[Entry]] = list
         self._queues: WeakSet[WatchedQueue] = WeakSet()
         self._kept: list[WatchedQueue] = []
         self._lock = threading.Lock()

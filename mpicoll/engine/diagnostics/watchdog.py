@@ -172,7 +172,7 @@ class Watchdog:
             self._load_analysis_at = float("inf")
             load_analysis()
         waiting = self.waits.entries()
-        self._check_deadlines(waiting, now)
+        self._check_deadlines([*waiting, *self.waits.submitted()], now)
         self._check_recovery(waiting, now)
         self._signals.check(waiting, now)
         self._neighbour.check(now)
@@ -184,7 +184,7 @@ class Watchdog:
     def _pause(self) -> float:
         """Return the seconds until the next check."""
         waiting, now = self.waits.entries(), time.monotonic()
-        bounds = [entry.group.timeout / 4 for entry in waiting]
+        bounds = [entry.group.timeout / 4 for entry in (*waiting, *self.waits.submitted())]
         bounds += self.unsatisfiable.seconds_to_next(waiting, now)
         if self._leaving or self.abort.is_expected or self.deaths.suspicion or self._neighbour.is_late:
             bounds.append(0.05)  # after a suspicion the launcher's SIGTERM follows, and leaves little time

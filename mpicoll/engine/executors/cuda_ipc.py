@@ -5,7 +5,8 @@ others, which :mod:`mpicoll.engine.executors.peer_memory` opens; after a final s
 memory of the others any more.
 
 :meth:`Arena.sync` waits for the device before it releases the other ranks: the data that they read has been written by
-then.
+then. In the order of streams (:mod:`mpicoll.engine.executors.stream_order`) the host does not wait, and the streams of
+the ranks do.
 
 Operands are combined in the order of ranks, each element by one rank: results have the same bits on every rank and in
 every run.
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arrays import displacements
+from mpicoll.engine.core.arrays import displacements, do_nothing
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
 from mpicoll.engine.executors.peer_memory import NO_LOCATION, Location, PeerMemory
 from mpicoll.engine.executors.slots import Move, get_share_offsets, make_moves
+from mpicoll.errors import CommunicationError
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Arena
+    from mpicoll.engine.executors.stream_order import StreamOrder
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "gather", "scatter", "alltoall")
 """Collectives that :func:`bind` supports."""
@@ -34,9 +37,18 @@ COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "g
 _SOURCE, _TARGET = 0, 1
 
 
-def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec, *, repeated: bool = False) -> Program:
+def bind(
+    arena: Arena,
+    peers: PeerMemory,
+    spec: CollectiveSpec,
+    *,
+    repeated: bool = False,
+    order: StreamOrder | None = None,
+) -> Program:
     """Return a function that carries out `spec` on device memory, by :meth:`Arena.run` inside of ``device.working``,
-    each time that it is called. `repeated` states that it will be called often, on arrays without owners.
+    each time that it is called. `repeated` states that it will be called often, on arrays without owners. With `order`,
+    it is called by :meth:`StreamOrder.carry_out` instead, and returns when the work is submitted; there is none for
+    functions of the caller.
 
     Processes take turns on a device, which takes hundreds of microseconds for each turn: on a device that several
     ranks share, the first of them does the work of all.
@@ -58,7 +70,9 @@ def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec, *, repeated: boo
     Memory that other processes can't open is copied to and from substitute memory: n more read and n more written.
     """
     collective = _PeerCollective(arena, peers, spec, repeated)
-    return collective.run, collective.steps
+    if order is None:
+        return collective.run, collective.steps
+    return partial(collective.submit, order), collective.steps
 
 
 class _PeerCollective:
@@ -124,25 +138,63 @@ class _PeerCollective:
 
     def _run(self, source: Any, target: Any) -> None:
         arena, peers = self._arena, self._peers
-        exported, at = peers.export_buffer(_SOURCE, source)
+        exported, result, locations = self._export(source, target)
         if exported is not source:
             peers.device.copy(exported, source)
+        arena.post(*locations)
+        arena.sync()
+        # It is referenced until the work has completed.
+        work = self._bind_work(exported, result)
+        work()
+        arena.sync()
+        self._store(result, source, target)
+
+    def submit(self, order: StreamOrder, source: Any, target: Any) -> None:
+        """Submit the collective on this rank's flat input and output, in the order of streams."""
+        arena, peers = self._arena, self._peers
+        number = arena.last
+        order.begin(number)
+        others_may_submit = False
+        try:
+            exported, result, locations = self._export(source, target)
+            arena.post(*locations)
+            arena.step()
+            work = self._bind_work(exported, result)
+            others_may_submit = True
+            # After this step all ranks can do their work.
+            arena.step()
+            load = do_nothing if exported is source else partial(peers.device.copy, exported, source)
+            store = partial(self._store, result, source, target)
+            order.submit(number, load, work, store, (work, exported, result, peers.take_used()))
+        except BaseException as error:
+            peers.end()
+            # If another rank could not do its work, no rank has submitted its own.
+            if others_may_submit and (arena.unusable or not isinstance(error, CommunicationError)):
+                order.fail(error)
+            raise
+
+    def _export(self, source: Any, target: Any) -> tuple[Any, Any, tuple[int, ...]]:
+        """Return the memory that other ranks access for the input and the output, and what they need to know of it."""
+        peers = self._peers
+        exported, at = peers.export_buffer(_SOURCE, source)
         result, to = target, NO_LOCATION
         if self._exports_target and target is not None:
             # In place, both buffers have the same substitute.
             in_place = source is not None and (target.address, target.size) == (source.address, source.size)
             result, to = (exported, at) if in_place else peers.export_buffer(_TARGET, target)
-        arena.post(peers.has_unpublished, *at, *to)
-        arena.sync()
-        exchanged = arena.read_posted(5)
-        if any(news for news, *_ in exchanged):
-            peers.publish_exports()
-        # It is referenced until the work has completed.
-        work = self._get_work(exchanged, exported, result)
-        work()
-        arena.sync()
+        return exported, result, (peers.has_unpublished, *at, *to)
+
+    def _store(self, result: Any, source: Any, target: Any) -> None:
+        """Copy the result from its substitute, if it has one."""
         if self._exports_target and result is not target and result is not source:
-            peers.device.copy(target, result)
+            self._peers.device.copy(target, result)
+
+    def _bind_work(self, source: Any, target: Any) -> Callable[[], None]:
+        """Return the function that submits the work of this rank, after the ranks have posted their locations."""
+        exchanged = self._arena.read_posted(5)
+        if any(news for news, *_ in exchanged):
+            self._peers.publish_exports()
+        return self._get_work(exchanged, source, target)
 
     def _get_work(self, exchanged: list[tuple[int, ...]], source: Any, target: Any) -> Callable[[], None]:
         """Return the function that submits the work of this rank, after the ranks have exchanged where their memory

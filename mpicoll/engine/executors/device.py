@@ -17,9 +17,10 @@ from weakref import ref
 from mpicoll.buffers import ops
 from mpicoll.buffers.device import Device, find_kernel_failure
 from mpicoll.buffers.ops import Reduction
+from mpicoll.config import config
 from mpicoll.engine import cuda_probes
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.executors import cuda_ipc, nccl, slots
+from mpicoll.engine.executors import cuda_ipc, nccl, slots, stream_order
 from mpicoll.engine.executors.bound_schedule import Exchanger
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
 from mpicoll.engine.executors.peer_memory import PeerMemory
@@ -49,6 +50,9 @@ class DeviceContext:
         self._aware: frozenset[str] = frozenset(cuda_awareness.CLASSES)
         self._models: str | None = None
         self._peers: PeerMemory | None = None
+        self._order: stream_order.StreamOrder | None = None
+        # The reason why the host waits for collectives in the memory of other ranks; None if streams are ordered.
+        self._no_order: str | None = None
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
 
@@ -73,6 +77,7 @@ class DeviceContext:
         device = self.device
         properties: dict[str, Any] = {"device": device.identity, "name": device.name, "model": device.model}
         failure: MpicollError | None = None
+        properties["order"] = config().cuda_order
         kernel_failure = properties["no kernel"] = find_kernel_failure(device)
         try:
             # The test takes seconds, and matters only where messages leave the node.
@@ -124,7 +129,26 @@ class DeviceContext:
         if arena is None:
             return "shared memory is not available"
         self._peers = PeerMemory(self._transport, arena, self.device, [one["device"] for one in properties_by_rank])
-        return self._peers.check()
+        obstacle = self._peers.check()
+        if obstacle is None and comm is not None:
+            self._no_order = self._create_order(comm, arena, [one["order"] for one in properties_by_rank])
+        return obstacle
+
+    def _create_order(self, comm: CommunicatorCore, arena: Arena, settings: list[str]) -> str | None:
+        """Order collectives by streams, or return the reason why the host has to wait for them. Collective."""
+        if "host" in settings:
+            return f"MPICOLL_CUDA_ORDER is host on rank {settings.index('host')} of {self._size}"
+        assert self._peers is not None
+        order = stream_order.create(comm, arena, self.device, self._peers.workers)
+        if isinstance(order, str):
+            return order
+        self._order = order
+        return None
+
+    def find_order(self, reduction: Reduction | None) -> stream_order.StreamOrder | None:
+        """Return the order of collectives with this `reduction` in the memory of other ranks; None where the host waits
+        for them: functions of the caller may need it."""
+        return self._order if reduction is None or reduction.has_kernel else None
 
     def make_exchanger(self) -> Exchanger:
         """Return the exchange of messages in device memory. The same kind on all ranks."""
@@ -135,14 +159,23 @@ class DeviceContext:
         """Return the MPI library's own collectives, each called after all work queued on the device is done."""
         return cast(Native, SynchronizedNative(native, self.device))
 
-    def bind_shared_memory(self, *, direct: bool, repeated: bool = False) -> Callable[[Arena, CollectiveSpec], Program]:
+    def describe_order(self, *, has_kernel: bool) -> str:
+        """Return who waits for collectives in the memory of other ranks. `has_kernel` is False for functions of the
+        caller."""
+        if self._order is None:
+            return f"the host waits: {self._no_order}"
+        return "ordered by streams, the host does not wait" if has_kernel else "the host waits: op may need it"
+
+    def bind_shared_memory(
+        self, *, direct: bool, repeated: bool = False, order: stream_order.StreamOrder | None = None
+    ) -> Callable[[Arena, CollectiveSpec], Program]:
         """Return the function that binds a collective on device memory to the arena: `direct` in the device memory of
-        the other ranks, otherwise through the host's shared memory. `repeated` states that it will be carried out
-        often, on arrays without owners."""
+        the other ranks, there perhaps in stream `order`, otherwise through the host's shared memory. `repeated` states
+        that it will be carried out often, on arrays without owners."""
         peers = self._peers
         if direct:
             assert peers is not None
-            return lambda arena, spec: cuda_ipc.bind(arena, peers, spec, repeated=repeated)
+            return lambda arena, spec: cuda_ipc.bind(arena, peers, spec, repeated=repeated, order=order)
 
         def bind(arena: Arena, spec: CollectiveSpec) -> Program:
             self._register_host_memory(arena)
@@ -160,6 +193,11 @@ class DeviceContext:
                 self._native = created
         return self._native
 
+    def complete(self) -> None:
+        """Wait until the device has completed all collectives, or the communicator has failed."""
+        if self._order is not None:
+            self._order.drain(self._transport.timeout)
+
     def _register_host_memory(self, arena: Arena) -> None:
         """Register shared memory of the host with the device, for fast copies."""
         if self._page_locked is not arena:
@@ -170,6 +208,8 @@ class DeviceContext:
 
     def free(self) -> None:
         """Release the resources of this communicator. Not collective."""
+        self.complete()
+        self._order = None
         if self._native is not None:
             self._native.free()
             self._native = None

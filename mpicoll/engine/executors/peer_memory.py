@@ -241,6 +241,12 @@ class PeerMemory:
         """End the current operation, after its work on the device has completed."""
         self._used.clear()
 
+    def take_used(self) -> list[DeviceArray]:
+        """End the current operation before its work on the device has completed, and return what has to be referenced
+        until then."""
+        used, self._used = self._used, []
+        return used
+
     def copy_if_remote(self, rank: int, place: Location, array: DeviceArray) -> DeviceArray:
         """Return `array`, which lies at `place`, or a copy of it if it is on another device than this rank's memory."""
         if self._others[rank][place[0]].export.device == self.device.identity:

@@ -110,6 +110,29 @@ def test_shared_memory_is_page_locked_as_a_whole(on: Any, lazy: None) -> None:
     assert not pinned(address)
 
 
+def test_memory_with_several_owners_is_page_locked_until_the_last_is_gone(on: Any, lazy: None) -> None:
+    """Ranks that are threads have an object each for the memory that they share."""
+
+    class Reference:
+        def __init__(self, memory: Any) -> None:
+            self._kept = memory
+            self.__array_interface__ = memory.__array_interface__
+
+    pinned = fake_cuda.fakecuda.memory.pinned
+    whole = np.asarray(Mapping(4096))
+    address = whole.ctypes.data
+    ranks = [np.asarray(Reference(whole)) for _ in range(2)]
+    for one in (*ranks, *ranks):
+        on.register_host_memory(one)
+    del one
+    ranks.pop(0)
+    gc.collect()
+    assert pinned(address)
+    ranks.clear()
+    gc.collect()
+    assert not pinned(address)
+
+
 def test_memory_that_cannot_be_page_locked(on: Any, lazy: None) -> None:
     on.register_host_memory(on.empty(100, np.dtype("u1")))
     on.register_host_memory(np.empty(0))

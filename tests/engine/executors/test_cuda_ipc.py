@@ -24,7 +24,7 @@ from mpicoll.buffers import dtypes, ops
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
 from mpicoll.buffers.recognise import recognise
-from mpicoll.engine.executors import cuda_ipc, peer_memory
+from mpicoll.engine.executors import cuda_ipc, peer_memory, stream_order
 from mpicoll.engine.executors.collective_spec import CollectiveSpec
 from mpicoll.engine.executors.cuda_ipc import COLLECTIVES
 from mpicoll.engine.executors.peer_memory import PeerMemory
@@ -40,8 +40,10 @@ SHARING: dict[str, Callable[[int], list[str]]] = {
     "nobody": lambda size: [str(rank) for rank in range(size)],
     "all": lambda size: ["one"] * size,
     "in turns": lambda size: [str(rank % 2) for rank in range(size)],
+    "all, by streams": lambda size: ["one"] * size,
+    "in turns, by streams": lambda size: [str(rank % 2) for rank in range(size)],
 }
-"""The names of the ranks' devices: ranks work for those that have the same one."""
+"""The names of the ranks' devices: ranks work for those that have the same one. Streams order some of them."""
 
 SHARED = pytest.mark.parametrize("sharing", SHARING)
 
@@ -56,6 +58,10 @@ class Node:
         self.transport, self.arena, self.rank, self.size = world._core.transport, arena, world.rank, world.size
         self.device: Any = Own(_device(world.rank % devices))
         self.peers = PeerMemory(world._core.transport, arena, self.device, SHARING[sharing](world.size))
+        self._order: Any = None
+        if sharing.endswith("by streams"):
+            self._order = stream_order.create(world._core, arena, self.device, self.peers.workers)
+            assert isinstance(self._order, stream_order.StreamOrder), self._order
         self._coin = coin
 
     def empty(self, count: int, dtype: Any) -> DeviceArray:
@@ -86,7 +92,11 @@ class Node:
         return values
 
     def run(self, spec: CollectiveSpec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
-        body, steps = cuda_ipc.bind(self.arena, self.peers, spec)
+        order = self._order if spec.fold is None or spec.fold.fused is not None else None
+        body, steps = cuda_ipc.bind(self.arena, self.peers, spec, order=order)
+        if order is not None:
+            order.carry_out((), self.arena.run, body, steps, source, target, load, spec.signature).wait()
+            return
         with self.device.working():
             self.arena.run(body, steps, source, target, load, spec.signature, self.device.synchronize)
 

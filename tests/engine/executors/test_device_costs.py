@@ -12,17 +12,21 @@ import pytest
 from support import fake_cuda
 
 import mpicoll
+from mpicoll.config import config
 
 CALLS = 10
 
 WAITS = ("eventSynchronize", "streamSynchronize", "deviceSynchronize")
 
 BUDGETS = (
-    ("allreduce", "ipc", 17, 1),
-    ("allreduce", "shm_flat", 18, 2),
-    ("bcast", "ipc", 17, 1),
+    ("allreduce", "ipc", "host", 17, 1),
+    ("allreduce", "ipc", "stream", 20, 0),
+    ("allreduce", "shm_flat", "host", 18, 2),
+    ("bcast", "ipc", "host", 17, 1),
+    ("bcast", "ipc", "stream", 21, 0),
 )
-"""Collective, algorithm, and for each rank and call the maximum of CUDA's calls and of waits for the device."""
+"""Collective, algorithm, MPICOLL_CUDA_ORDER, and for each rank and call the maximum of CUDA's calls and of waits for a
+device."""
 
 
 @pytest.fixture
@@ -56,11 +60,21 @@ def counted(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize(("collective", "algorithm", "calls", "waits"), BUDGETS)
+@pytest.mark.parametrize(("collective", "algorithm", "order", "calls", "waits"), BUDGETS)
 @pytest.mark.extension
 def test_budgets(
-    cuda: ModuleType, counted: Counter[str], collective: str, algorithm: str, calls: int, waits: int
+    cuda: ModuleType,
+    counted: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    collective: str,
+    algorithm: str,
+    order: str,
+    calls: int,
+    waits: int,
 ) -> None:
+    setting = config()._replace(cuda_order=order)
+    monkeypatch.setattr("mpicoll.engine.executors.device.config", lambda: setting)
+
     def main() -> None:
         world = mpicoll.world()
         x, out = cuda.asarray(np.ones(1000)), cuda.zeros(1000)
@@ -72,6 +86,7 @@ def test_budgets(
                 call(x, algorithm=algorithm, **({} if collective == "bcast" else {"out": out}))
 
         repeat(3)
+        assert (world._core.devices._no_order is None) == (order == "stream"), world._core.devices._no_order
         mpicoll.barrier()
         if world.rank == 0:
             counted.clear()
