@@ -2,6 +2,7 @@
 
     mpirun -np 2 python ci/device_overhead.py
     mpirun -np 2 python ci/device_overhead.py --profile ipc     # which functions take it, on rank 0
+    MPICOLL_CUDA_ORDER=stream mpirun -np 2 python ci/device_overhead.py    # where streams wait, not the host
 
 For each algorithm it prints microseconds of one all-reduce of 4 bytes with out=: the fastest of many series, on a
 machine that does nothing else, and the same without the steps, in which a rank waits for the others. A call on numpy's
@@ -42,6 +43,13 @@ int cuMemGetAddressRange_v2(uint64_t *base, uint64_t *size, uint64_t address)
 }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+int cuMemHostGetDevicePointer_v2(uint64_t *found, uint64_t address, unsigned flags) { *found = address; return 0; }
+int cuStreamWriteValue32_v2(uint64_t stream, uint64_t address, uint32_t value, unsigned flags)
+{
+    *(volatile uint32_t *)address = value;
+    return 0;
+}
+int cuStreamWaitValue32_v2(uint64_t stream, uint64_t address, uint32_t value, unsigned flags) { return 0; }
 """
 """libcuda, whose allocations have one MiB each."""
 
@@ -172,7 +180,9 @@ def install() -> ModuleType:
         "ipcGetMemHandle": bytes(64),
         "ipcOpenMemHandle": 1 << 44,
     }
-    names = "setDevice eventRecord eventSynchronize eventDestroy streamWaitEvent memcpyAsync hostRegister"
+    names = (
+        "setDevice eventRecord eventSynchronize eventDestroy streamWaitEvent memcpyAsync hostRegister hostUnregister"
+    )
     for name, value in {**values, **dict.fromkeys(names.split())}.items():
         setattr(runtime, name, return_value(value))
 

@@ -3,11 +3,12 @@
 # Some parts of it:                              ci/gpu.sh PART... [RANKS...] [FILE.json]
 # PART is install, doctor, tests, bench, training or tune. RANKS are numbers of ranks for the last four (1: tests of one
 # process); FILE.json is what bench writes (gpu-bench.json). The table that tune makes is only looked at.
+# With MPICOLL_CUDA_ORDER=stream, tests, bench and training run with collectives that are ordered by streams.
 #
 # Once the environment is made, each of these ends within 9 minutes: install; doctor; tests N, bench N, training N, and
 # tune N for one N. The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...):
-# PYTHON names it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
-# there is one, and then only from there; else from the index. A machine with Python 3.12, torch 2.11 and cupy 14 lacks
+# PYTHON names it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or
+# ./.whl), if there is one, and then only from there; else from the index. A machine with Python 3.12, torch 2.11 and cupy 14 lacks
 # these; pip matches the name of a platform exactly, so they are all named:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --dest wheels \
 #       --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \

@@ -95,6 +95,7 @@ WAITS = {
         "torch/sparse.py::all_reduce.run",
         "torch/work.py::RecvHandle._finish",
         "torch/work.py::CoalescedHandle.wait",
+        "torch/work.py::DeviceHandle.wait",
         "torch/work.py::Work.block_current_stream",
         "torch/work.py::Work.exception",
         "torch/work.py::Work.result",
@@ -148,6 +149,7 @@ WAITS = {
     },
     "a device, bounded by the timeout of the communicator; or a stream, not the host": {
         "engine/dispatch.py::_block_callers",
+        "engine/executors/stream_order.py::Completion.wait",
         "engine/executors/stream_order.py::StreamOrder._wait_for_others",
         "engine/executors/stream_order.py::StreamOrder.begin",
         "engine/executors/stream_order.py::StreamOrder.submit",

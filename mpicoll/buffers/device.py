@@ -118,6 +118,9 @@ class Device(Protocol):
     def is_done(self, event: StreamEvent) -> bool:
         """Return True if `event` is done. Raises the error of work before it."""
 
+    def wait_for(self, event: StreamEvent) -> None:
+        """Wait on the host until `event` is done."""
+
     def make_words(self, memory: Array) -> Words:
         """Return words in contiguous `memory` of the host, for the streams of this device. Raises DeviceError if it
         can't access them."""

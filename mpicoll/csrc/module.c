@@ -73,7 +73,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 11 };
+enum { INTERFACE = 12 };
 
 static int fill_module(PyObject *module)
 {

@@ -21,7 +21,7 @@ from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
-from mpicoll.engine.dispatch import Task
+from mpicoll.engine.dispatch import DeferringTask, Task
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError
 from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
@@ -29,7 +29,15 @@ from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_messages import FastMessages
 from mpicoll.torch.fast_path import FastPath
 from mpicoll.torch.tensors import check_plain, flatten_input, prepare_in_place
-from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, WorkHandle, create_transfer_work
+from mpicoll.torch.work import (
+    CoalescedHandle,
+    DeviceHandle,
+    RecvHandle,
+    Work,
+    WorkHandle,
+    block_current_stream,
+    create_transfer_work,
+)
 
 PrepareTask: TypeAlias = "Callable[[CommunicatorCore], Task]"
 """Function that checks the arguments of a collective and returns its Task on a communicator."""
@@ -55,7 +63,8 @@ class GroupOperations:
     then, even if the Work is dropped.
 
     Tensors may be on the CPU and on CUDA devices. An operation starts after all work that was enqueued on the caller's
-    current stream before the call. Completion is synchronized with the host, so every stream may use the result.
+    current stream before the call. Completion is synchronized with the host, so every stream may use the result; where
+    MPICOLL_CUDA_ORDER orders streams, with the current stream, of the call or of ``Work.wait``.
 
     `timeout` applies to all operations, and becomes the timeout of the communicator: if an operation takes longer, the
     job is aborted with a report, whether or not a thread waits for the operation. torch's default (30 minutes) means
@@ -374,32 +383,40 @@ class GroupOperations:
 
     def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
         """Run the task of `prepare`, or start it and return its Work if `opts.asyncOp` is set."""
+        # Operations on sparse tensors need intermediate results.
+        place = outputs[0].device if outputs and outputs[0].is_cuda and outputs[0].layout is torch.strided else None
         if opts.asyncOp:
-            work = self.start(name, prepare, outputs)
+            work = self.start(name, prepare, outputs, place)
             if opts.timeout > _UNSET_TIMEOUT:
                 work.bound = opts.timeout.total_seconds()
             return work
         comm = self._callback_comms.get_current().core
         comm.check()
-        task = prepare(comm)
+        task = prepare(comm) if place is None else DeferringTask(prepare(comm))
         task.call.name = name
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"{NAME}:{name}"):
-                comm.queue.run(task, task.call)
+                completion = comm.queue.run(task, task.call)
         else:
-            comm.queue.run(task, task.call)
+            completion = comm.queue.run(task, task.call)
+        if completion is not None:
+            block_current_stream(completion, place)
         return self.blocking_result
 
-    def start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
-        """Start the task of `prepare`, a collective that c10d knows by `name`, and return its Work."""
+    def start(
+        self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor], place: torch.device | None = None
+    ) -> Work:
+        """Start the task of `prepare`, a collective that c10d knows by `name`, and return its Work. It may be left to
+        complete on the CUDA device `place`, if that is not None."""
         current = self._callback_comms.get_current()
         current.core.check()
-        task = prepare(current.core)
+        task = prepare(current.core) if place is None else DeferringTask(prepare(current.core))
         task.call.name = name
         with _profile_start(name):
             handle: WorkHandle | None = None if task.begin is None else task.begin()
             if handle is None:
-                handle = current.core.queue.submit(task, task.call)
+                job = current.core.queue.submit(task, task.call)
+                handle = job if place is None else DeviceHandle(job, place)
         return self._add_coalesced(Work(handle, outputs, current.callbacks.submit))
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from mpicoll.errors import CommunicationError, MpicollError
 from mpicoll.torch import work_status
 from mpicoll.torch.tensors import Restore, find_cuda_devices, on_internal_streams
 
+if TYPE_CHECKING:
+    from mpicoll.engine.executors.stream_order import Completion
+
 CallbackScheduler: TypeAlias = "Callable[[Callable[[], None]], None]"
 """Function that schedules a callback, in order and on a thread that the callback may block."""
 
@@ -27,6 +30,10 @@ CallbackScheduler: TypeAlias = "Callable[[Callable[[], None]], None]"
 def run_in_thread(callback: Callable[[], None]) -> None:
     """Run `callback` on a new thread."""
     threading.Thread(target=callback, name="mpicoll-callback", daemon=True).start()
+
+
+_DEVICE_PERIOD = 2e-4
+"""Seconds between two looks at a collective on a device for which a future is to be completed."""
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stubs only
@@ -143,6 +150,35 @@ class WorkHandle(Protocol):
         """
 
 
+def block_current_stream(completion: Completion, place: torch.device | None) -> None:
+    """Have the later work of torch's current stream on `place` begin when the collective is complete."""
+    completion.block_stream(torch.cuda.current_stream(place).cuda_stream)
+
+
+class DeviceHandle:
+    """Handle for a collective on the CUDA device `place`, whose `job` may end before the device completes it."""
+
+    def __init__(self, job: QueuedOperation, place: torch.device) -> None:
+        self._job = job
+        self._place = place
+
+    def test(self) -> bool:
+        """Return True if the device has completed the collective, or it has failed."""
+        if not self._job.test():
+            return False
+        completion = self._job.value
+        try:
+            return completion is None or completion.done()
+        except Exception:  # noqa: BLE001  raised by wait()
+            return True
+
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
+        """Wait on the host until the collective is submitted, and let torch's current stream wait for the device."""
+        completion = self._job.wait(timeout, bound)
+        if completion is not None:
+            block_current_stream(completion, self._place)
+
+
 class Work(dist.Work):
     """Pending operation, and its output tensors.
 
@@ -152,6 +188,8 @@ class Work(dist.Work):
     seconds of a wait without `timeout`.
 
     For CUDA tensors, too, ``wait`` blocks the host: the result is visible to all streams, not only to the current one.
+    Where streams order a collective (``MPICOLL_CUDA_ORDER``), the host waits until it is submitted, and the current
+    stream until it is complete.
     """
 
     __reduce_ex__ = refuse_pickling("Work", "wait() for it and pass on its tensors")
@@ -186,7 +224,7 @@ class Work(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Block the host as :meth:`wait` does, since a stream can't wait for an operation between processes."""
+        """Block the host as :meth:`wait` does: a stream can wait for an operation only after it is submitted."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -233,6 +271,8 @@ class Work(dist.Work):
             self._future = _Future(self._schedule, self.wait, find_cuda_devices(self.outputs))
             if isinstance(self.handle, QueuedOperation):
                 self.handle.add_done_callback(self._complete)
+            elif isinstance(self.handle, DeviceHandle):
+                poller.watch(self.handle, self._complete, period=_DEVICE_PERIOD)
             else:
                 poller.watch(self.handle, self._complete)
         return self._future

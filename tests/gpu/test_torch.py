@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.device_bodies import in_stream_order
 from support.launch import mpirun
 from support.ranks import Ranks
 
@@ -48,6 +49,8 @@ class Late:
         return made
 
     def now(self, tensor: Any) -> Tensor:
+        if in_stream_order():
+            torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             return tensor.cpu()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -806,6 +807,31 @@ def output_is_waited_for(arrays: Arrays) -> None:
                 np.testing.assert_array_equal(arrays.get(out), np.full(count, sum(range(world.size))), str(way))
 
 
+def host_runs_ahead(arrays: Arrays) -> None:
+    """Submit all-reduces behind an input that is late on one rank, each of the result of the one before, and wait
+    once."""
+    world = mpicoll.world()
+    if not in_stream_order() or "ipc" not in must_serve(arrays):
+        pytest.skip("the host waits: MPICOLL_CUDA_ORDER=stream lets streams wait")
+    mean = (world.size + 1) / 2
+    with arrays.stream():
+        x, new = (arrays.put(np.full(5000, one, np.float64)) for one in (0, world.rank + 1))
+        for turn in range(4):
+            # From the second turn on all is bound.
+            if world.rank == turn % world.size:
+                arrays.delay()
+            arrays.assign(x, new)
+            mpicoll.barrier()
+            begin = time.perf_counter()
+            for _ in range(20):
+                mpicoll.allreduce(x, "avg", out=x, algorithm="ipc")
+            submitted = time.perf_counter() - begin
+            np.testing.assert_array_equal(arrays.get(x), np.full(5000, mean))
+            waited = time.perf_counter() - begin
+            assert arrays.played or turn == 0 or submitted < waited / 2, (submitted, waited)
+            mpicoll.barrier()
+
+
 def messages_are_in_order(arrays: Arrays) -> None:
     """Send and receive late data, blocking and nonblocking."""
     rank, _, right, left = _ring()
@@ -1038,6 +1064,7 @@ EVERYWHERE = (
     truncated_message,
     input_is_waited_for,
     output_is_waited_for,
+    host_runs_ahead,
     messages_are_in_order,
     requests_are_in_order,
     named_stream_is_waited_for,

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 import mpicoll
 from mpicoll.buffers.torch import TorchCudaLibrary
+from mpicoll.config import config
 from mpicoll.torch import autograd
 from mpicoll.torch import current_device as own_devices
 from mpicoll.torch import tensors as own_tensors
@@ -56,6 +58,16 @@ def group_of_all() -> Iterator[ProcessGroupMpicoll]:
     with torch.cuda.stream(torch.cuda.Stream()):
         yield group
     group.shutdown()
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Streams order what ranks do in each other's memory."""
+    monkeypatch.setenv("MPICOLL_CUDA_ORDER", "stream")
+    config.cache_clear()
+    yield
+    monkeypatch.delenv("MPICOLL_CUDA_ORDER")
+    config.cache_clear()
 
 
 # --- the collectives
@@ -96,6 +108,73 @@ def test_several_asynchronous_ones_at_once(ranks: Ranks) -> None:
                 case.check()
 
     ranks(body)
+
+
+class OnThisStream(Played):
+    """Values are there for the current stream."""
+
+    @staticmethod
+    def now(tensor: Any) -> torch.Tensor:
+        cuda_tensors.current_stream().synchronize()
+        return now(tensor)
+
+
+@pytest.mark.extension
+@pytest.mark.usefixtures("ordered")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_collectives_in_the_order_of_streams(several: Ranks, async_op: bool) -> None:
+    def body() -> None:
+        with group_of_all() as group:
+            cases = []
+            for name in [*NAMES, *NAMES]:
+                for layout in ("contiguous", "transposed"):
+                    case = Case(group, OnThisStream(), layout)
+                    cases.append((name, case, case(name, async_op)))
+            for name, case, work in cases:
+                if work is not None:
+                    assert work.wait(), name
+                case.check()
+            assert group.comm._core.devices._order is not None
+
+    several(body, timeout=100)
+
+
+@pytest.mark.extension
+@pytest.mark.usefixtures("ordered")
+def test_a_work_that_the_device_has_yet_to_complete() -> None:
+    """wait() lets the current stream wait, is_completed() asks the device; futures are complete for the host."""
+
+    def body() -> None:
+        with group_of_all() as group:
+            first = late(torch.ones(10))
+            dist.all_reduce(first, group=group)
+            assert torch.equal(OnThisStream.now(first), torch.full((10,), 2.0))
+            mpicoll.barrier()
+            word = np.frombuffer(fake_cuda.install().cuda.alloc_pinned_memory(64), np.uint32, 1)
+            word[0] = group.rank() == 0
+            stream = cuda_tensors.current_stream()
+            fake_cuda.fakecuda.words.wait(stream._kept, word.ctypes.data, 1, 0)
+            x, y = cuda(torch.ones(10)), cuda(torch.full((10,), 3.0))
+            works = [dist.all_reduce(one, group=group, async_op=True) for one in (x, y)]
+            for work in works:
+                assert work.wait()
+                work.block_current_stream()
+                assert not work.is_completed()
+                assert not work.is_success()
+            dist.all_reduce(x, group=group)
+            future = works[1].get_future()
+            seen = future.then(lambda done: now(done.value()[0]).clone())
+            mpicoll.barrier()
+            assert not future.done()
+            word[0] = 1
+            assert torch.equal(OnThisStream.now(x), torch.full((10,), 4.0))
+            assert torch.equal(seen.wait(), torch.full((10,), 6.0))
+            for work in works:
+                assert work.is_completed()
+                assert work.is_success()
+            assert works[0].result()[0] is x
+
+    mpicoll.run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

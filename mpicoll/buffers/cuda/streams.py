@@ -184,7 +184,12 @@ class DeviceStreams:
             runtime.streamWaitEvent(stream, event.ptr)
 
     def is_done(self, event: StreamEvent) -> bool:
-        return is_done(event)
+        with RelaxedCapture(), CurrentDevice(self.index):
+            return is_done(event)
+
+    def wait_for(self, event: StreamEvent) -> None:
+        with RelaxedCapture(), CurrentDevice(self.index):
+            event.synchronize()
 
     def _take_event(self) -> Any:
         try:

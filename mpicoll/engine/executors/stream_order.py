@@ -15,6 +15,7 @@ a rank ends the job, the streams keep waiting until the process ends.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -97,7 +98,7 @@ class Completion:
     def wait(self) -> None:
         """Wait on the host. Raises the error of a communicator that has failed."""
         if not self.completed and self.event is not None:
-            self.event.synchronize()
+            self._device.wait_for(self.event)
         self.check()
 
     def block_stream(self, stream: int) -> None:
@@ -121,7 +122,7 @@ class Completion:
         """Let go of the memory, after the device has completed the collectives."""
         self.completed = True
         self.kept.clear()
-        # Not before nobody refers to this: a thread that waits for it would wait for what it is recorded for next.
+        # While a reference is left, a thread may wait for it: it would wait for what the event is recorded for next.
         finalize(self, self._device.reuse_event, self.event).atexit = False
 
 
@@ -251,7 +252,7 @@ class StreamOrder:
     def submit(
         self, number: int, load: Callable[[], None], work: Callable[[], None], store: Callable[[], None], kept: Any
     ) -> None:
-        """Submit `load`, then `work` on the memory of all ranks, then `store`. All ranks call it, and wait for nobody
+        """Submit `load`, then `work` on the memory of all ranks, then `store`. All ranks call it, and wait for no rank
         meanwhile."""
         words = self._words
         self._number = number
@@ -386,6 +387,8 @@ def _offset(rank: int, which: int) -> int:
 def create(comm: CommunicatorCore, arena: Arena, device: Device, workers: Sequence[int]) -> StreamOrder | str:
     """Return the order of the streams of the ranks of `comm`, or the reason why there is none, the same on all ranks.
     Collective. `workers` are the ranks that work for each of them."""
+    if comm.transport.survives_deaths and not comm.transport.background:
+        return "ranks may die, which no other thread can find out without MPI_THREAD_MULTIPLE"
     failure, order = "", None
     try:
         order = StreamOrder(comm, arena, device, workers)
@@ -410,6 +413,7 @@ class _Monitor:
         self._active: set[StreamOrder] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._process = 0
 
     def watch(self, order: StreamOrder) -> None:
         """Look at the collectives of `order` until none is left."""
@@ -418,6 +422,7 @@ class _Monitor:
         with self._changed:
             if self._thread is None:
                 # Registered after the exit of MPI, hence called before it: the streams of others wait for these.
+                self._process = os.getpid()
                 atexit.register(self.drain)
                 self._thread = threading.Thread(target=self._run, name="mpicoll-streams", daemon=True)
                 self._thread.start()
@@ -432,6 +437,8 @@ class _Monitor:
 
     def drain(self) -> None:
         """Wait for all collectives, when the process ends."""
+        if os.getpid() != self._process:
+            return  # a child of fork can't use the device, nor may it say that the communicator has failed
         with self._changed:
             active = list(self._active)
         for one in active:

@@ -375,6 +375,29 @@ def test_a_wait_that_is_missing_is_seen(cuda: ModuleType, monkeypatch: pytest.Mo
     assert not all(mpicoll.run_local(main, 2, timeout=60))
 
 
+def test_a_capture_goes_on_while_collectives_are_pending(cuda: ModuleType) -> None:
+    """What looks at them from another thread does not spoil it."""
+
+    def body() -> None:
+        with own_stream(cuda) as stream:
+            x = cuda.asarray(np.ones(10))
+            mpicoll.allreduce(x, algorithm="ipc")
+            stream.synchronize()
+            mpicoll.barrier()
+            hold = Hold(cuda)
+            got = mpicoll.allreduce(x, algorithm="ipc")
+            if mpicoll.world().rank == 0:
+                other = cuda.cuda.Stream(non_blocking=True)
+                other.begin_capture(cuda.cuda.runtime.streamCaptureModeGlobal)
+                time.sleep(4 * stream_order._PERIOD)
+                other.end_capture()
+            mpicoll.barrier()
+            hold.let_go()
+            assert (cuda.asnumpy(got) == 2).all()
+
+    mpicoll.run_local(body, 2, timeout=60)
+
+
 # --- which order
 
 
