@@ -1,13 +1,14 @@
 """Probes of device memory, in processes that may crash or hang: ``-m mpicoll.engine.cuda_probes NAME``.
 
 ``send``, ``move`` and ``reduce`` try the classes of :data:`mpicoll.transport.cuda_awareness.CLASSES` in jobs of two
-ranks; ``devices``, ``kernel`` and ``ipc`` examine the devices of the machine in a single process. Their reports are
-those of :mod:`mpicoll.transport.probes`.
+ranks; ``devices``, ``kernel``, ``ipc`` and ``words`` examine the devices of the machine in a single process. Their
+reports are those of :mod:`mpicoll.transport.probes`.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.errors import MpicollError
+from mpicoll.errors import DeviceError, MpicollError
 from mpicoll.transport import launcher, probes, reductions
 
 if TYPE_CHECKING:
@@ -345,6 +346,23 @@ def _ipc_peer(description: str) -> str:
     return "it is right"
 
 
+def _words() -> str:
+    """Check that streams write words of host memory, and wait for them."""
+    device, line = _device(0), 64
+    memory = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    try:
+        words = device.make_words(memory)
+        with device.working():
+            words.write(0, 1)
+            words.wait(0, 1)
+            words.write(line, 2)
+    except DeviceError as error:
+        raise probes.ProbeImpossible(str(error)) from error
+    if memory[line] != 2:
+        raise probes.WrongResult(f"the host does not see what a stream of {device.name} has written to its memory")
+    return f"streams of {device.name} write words of host memory, and wait for them"
+
+
 _PROBES: dict[str, Callable[..., Any]] = {
     "send": _send,
     "move": _move,
@@ -353,6 +371,7 @@ _PROBES: dict[str, Callable[..., Any]] = {
     "kernel": _kernel,
     "ipc": _ipc,
     "ipc-peer": _ipc_peer,
+    "words": _words,
 }
 if __name__ == "__main__":
     sys.exit(probes.run(_PROBES, *sys.argv[1:]))

@@ -182,6 +182,7 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
     assert cuda["NCCL"].value == "2.27.3"
     assert cuda["kernels"].value == "a kernel was compiled for cuda:0 and ran there"
     assert cuda["IPC"].value == "another process has read and written memory of cuda:0"
+    assert cuda["stream order"].value == "streams of cuda:0 write words of host memory, and wait for them"
     for name in ("messages", "moving collectives", "reductions"):
         assert cuda[f"MPI: {name}"].state == "ok"
         assert cuda[f"MPI: {name}"].value.startswith("takes device memory: 8 B, 64 KiB and 4 MiB")
@@ -589,9 +590,12 @@ def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
     ],
     ids=["good", "unable", "wrong", "crash"],
 )
-def test_ipc(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", [cuda.check_ipc, cuda.check_stream_order])
+def test_probes_of_devices(
+    check: Callable[[], Finding], told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "_probe_device", lambda name: told)
-    found = cuda.check_ipc()
+    found = check()
     assert (found.state, found.value) == (state, next(iter(told.values())))
 
 

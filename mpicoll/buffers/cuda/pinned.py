@@ -15,8 +15,8 @@ from cupy.cuda import runtime
 from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
 from mpicoll.buffers.dtypes import Array
 
-_PORTABLE = 1
-"""Page-lock memory for all devices."""
+_PORTABLE, _MAPPED = 1, 2
+"""Page-lock memory for all devices; map it, so that streams and kernels can access it."""
 
 _IDLE = 256 << 20
 """Bytes of unused page-locked memory that the pool keeps."""
@@ -79,7 +79,7 @@ def register_host_memory(index: int, memory: Array) -> None:
         first = next((one for one, last in list(_registered.items()) if one <= begin and end <= last), None)
         if first is None:
             try:
-                runtime.hostRegister(begin, end - begin, _PORTABLE)
+                runtime.hostRegister(begin, end - begin, _PORTABLE | _MAPPED)
             except runtime.CUDARuntimeError:
                 return
             _registered[first := begin] = end

@@ -39,6 +39,7 @@ def check_cuda(probe: bool | None) -> Iterator[Finding]:
         yield Finding("CUDA", f"cuda:{device['index']}", "ok", _describe_device(device))
     yield check_kernels()
     yield check_ipc()
+    yield check_stream_order()
     yield check_nccl(found["done"], len(devices))
     yield from _check_cuda_support(probe)
 
@@ -112,6 +113,15 @@ def check_ipc() -> Finding:
         remedy = f"{_STAGED} between ranks of a node; in containers the ranks must see each other's processes"
         return Finding("CUDA", "IPC", "not there", report["unable"], remedy)
     return Finding("CUDA", "IPC", "problem", report.get("wrong") or report["failed"], "please report it")
+
+
+def check_stream_order() -> Finding:
+    report = _probe_device("words")
+    if "done" in report:
+        return Finding("CUDA", "stream order", "ok", report["done"])
+    if "unable" in report:
+        return Finding("CUDA", "stream order", "not there", report["unable"], "MPICOLL_CUDA_ORDER=stream has no effect")
+    return Finding("CUDA", "stream order", "problem", report.get("wrong") or report["failed"], "please report it")
 
 
 def check_nccl(found: dict[str, Any], devices: int) -> Finding:
