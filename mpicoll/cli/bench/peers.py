@@ -16,6 +16,7 @@ import numpy as np
 import mpicoll
 from mpicoll.cli.bench import device_arrays, ring_cases
 from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, RING_CASES, ArrayKind, Case, wide
+from mpicoll.config import config
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
 
@@ -105,8 +106,12 @@ def candidate(
             keywords["counts"] = (each, each) if collective == "alltoall" else each
         if form == "_init":
             return Ready(function(*arguments, **keywords))
+        call = partial(function, *arguments, **keywords)
+        if case.on_device is not None and not form and config().cuda_order == "stream":
+            # The host does not wait for the result.
+            return Ready(device_arrays.add_synchronization(call, case.on_device))
         # `out` is None on ranks that receive nothing; without `out` each call allocates its result.
-        return Ready(partial(function, *arguments, **keywords), case.out if form == "i" else None)
+        return Ready(call, case.out if form == "i" else None)
 
     return Contestant(name, prepare, kind, ours=True)
 
