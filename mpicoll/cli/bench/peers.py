@@ -107,13 +107,17 @@ def candidate(
         if form == "_init":
             return Ready(function(*arguments, **keywords))
         call = partial(function, *arguments, **keywords)
-        if case.on_device is not None and not form and config().cuda_order == "stream":
-            # The host does not wait for the result.
-            return Ready(device_arrays.add_synchronization(call, case.on_device))
         # `out` is None on ranks that receive nothing; without `out` each call allocates its result.
-        return Ready(call, case.out if form == "i" else None)
+        return Ready(call, case.out) if form else Ready(_end_on_host(call, case))
 
     return Contestant(name, prepare, kind, ours=True)
+
+
+def _end_on_host(call: TimedCall, case: Case) -> TimedCall:
+    """Return a call that ends when its result is there."""
+    if case.on_device is not None and config().cuda_order == "stream":
+        return device_arrays.add_synchronization(call, case.on_device)
+    return call
 
 
 def _check_ring_case(case: Case, *, plain: bool, form: str) -> None:
