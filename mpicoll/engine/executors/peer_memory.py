@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
+from mpicoll.engine.executors.stream_order import release_memory
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 
@@ -269,7 +270,9 @@ class PeerMemory:
         try:
             return self.device.reach(export)
         except DeviceError:
-            # Small allocations lie in larger ones of the system, and the system opens the latter.
+            # Small allocations lie in larger ones of the system, and the system opens the latter. Collectives that
+            # streams order keep open what they use.
+            release_memory(self._transport.timeout)
             for peers in _instances:
                 peers.close(export.process, lambda old: True)
             return self.device.reach(export)

@@ -371,10 +371,12 @@ class StreamOrder:
             self._sweeping.release()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until the device has completed all collectives, at most for that many seconds. Return True if it has."""
+        """Wait until the device has completed all collectives that have been submitted, at most for that many seconds,
+        and let go of their memory. Return True if none is left."""
         limit = time.monotonic() + seconds
         while self.supervise():
-            if time.monotonic() > limit:
+            first = next(iter(self._pending), None)
+            if (first is not None and first.event is None) or time.monotonic() > limit:
                 return False
             time.sleep(1e-4)
         return True
@@ -423,7 +425,7 @@ class _Monitor:
             if self._thread is None:
                 # Registered after the exit of MPI, hence called before it: the streams of others wait for these.
                 self._process = os.getpid()
-                atexit.register(self.drain)
+                atexit.register(self.end)
                 self._thread = threading.Thread(target=self._run, name="mpicoll-streams", daemon=True)
                 self._thread.start()
             self._active.add(order)
@@ -435,15 +437,19 @@ class _Monitor:
             active = list(self._active)
         return [entry for one in active if (entry := one.find_pending()) is not None]
 
-    def drain(self) -> None:
-        """Wait for all collectives, when the process ends."""
+    def drain(self, seconds: float) -> list[StreamOrder]:
+        """Wait for the collectives that have been submitted, at most for that many seconds for each communicator, and
+        let go of their memory. Return the communicators that have any left."""
         if os.getpid() != self._process:
-            return  # a child of fork can't use the device, nor may it say that the communicator has failed
+            return []  # a child of fork can't use the device, nor may it say that the communicator has failed
         with self._changed:
             active = list(self._active)
-        for one in active:
-            if not one.drain(_EXIT):
-                get_logger().warning("%r ends while collectives on its device are pending", one)
+        return [one for one in active if not one.drain(seconds)]
+
+    def end(self) -> None:
+        """Wait for all collectives, when the process ends."""
+        for one in self.drain(_EXIT):
+            get_logger().warning("%r ends while collectives on its device are pending", one)
 
     def _run(self) -> None:
         while True:
@@ -467,6 +473,12 @@ class _Monitor:
 
 
 _monitor = _Monitor()
+
+
+def release_memory(seconds: float) -> None:
+    """Let go of the memory of all collectives that the devices of this process have been given, once they have
+    completed them: at most so many seconds for each communicator."""
+    _monitor.drain(seconds)
 
 
 class Deferral:

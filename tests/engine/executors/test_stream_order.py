@@ -315,6 +315,29 @@ def test_memory_is_kept_until_the_device_has_completed(cuda: ModuleType) -> None
     mpicoll.run_local(body, 2, timeout=60)
 
 
+def test_memory_that_was_freed_gives_way_to_what_comes_after_it(several: Ranks, cuda: ModuleType) -> None:
+    """CUDA opens no memory at an address where other ranks still have open what lay there before, and collectives that
+    have completed keep that open for a time."""
+
+    def body() -> None:
+        rank, size = mpicoll.world().rank, mpicoll.world().size
+        runtime, addresses = cuda.cuda.runtime, []
+        with own_stream(cuda) as stream:
+            for turn in range(6):
+                addresses.append(runtime.malloc(4096))
+                memory = cuda.cuda.UnownedMemory(addresses[-1], 4096, None)
+                x = cuda.ndarray(512, np.float64, cuda.cuda.MemoryPointer(memory, 0))
+                x[...] = rank + turn
+                mpicoll.allreduce(x, out=x, algorithm="ipc")
+                np.testing.assert_array_equal(cuda.asnumpy(x), np.full(512, sum(range(size)) + size * turn))
+                stream.synchronize()
+                mpicoll.barrier()
+                runtime.free(addresses[-1])
+        assert any(mpicoll.allgather_object(len(set(addresses)) < len(addresses)))
+
+    several(body)
+
+
 def _record_other(device: Any, record: Callable[..., Any], other: int, stream: int) -> Any:
     """Record an event on another stream than the caller's."""
     return record(device, other)
