@@ -769,8 +769,8 @@ static PyType_Slot slots[] = {
                 " identity=b'', reads=False, width=0, arrivals=None, rows=0, tries=False)\n--\n\n"
                 "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
                 " `identity` is an element, of which the output of exscan on rank 0 consists."
-                " With `reads`, the ranks read each other's private memory if no rank forbids it, with `tries` only if that"
-                " took less time in earlier calls than the slots; `width` is the bytes"
+                " With `reads`, the ranks read each other's private memory if no rank forbids it, with `tries` only if"
+                " that took less time in earlier calls than the slots; `width` is the bytes"
                 " of a piece that is reduced in memory of others (0: the default). `arrivals` are the elements that are"
                 " received from each rank where `counts` are those of this rank only; the numbers `rows` of all ranks"
                 " add up to 0 modulo 2 to the power of 62 if the counts of senders and receivers agree."},

@@ -2,8 +2,8 @@
  *
  * First the ranks exchange the locations of their arrays. A collective is carried out here if these lie in segments
  * that all ranks have mapped, or if it may access private memory (process_vm_readv, process_vm_writev) and no rank
- * forbids that. All ranks draw the same conclusion from the same numbers. An operation ends with a step, after which the
- * arrays belong to their owners again.
+ * forbids that. All ranks draw the same conclusion from the same numbers. An operation ends with a step, after which
+ * the arrays belong to their owners again.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -377,7 +377,8 @@ static bool write_result(const Collective *one, const char *piece, size_t at, si
             continue;
         failure->peer = peer;
         failure->writes = true;
-        failure->number = write_memory(steps, peer, piece, steps->locations->posted[peer][TARGET] + (int64_t)at, nbytes);
+        const int64_t target = steps->locations->posted[peer][TARGET] + (int64_t)at;
+        failure->number = write_memory(steps, peer, piece, target, nbytes);
         if (failure->number != 0)
             return false;
     }
@@ -541,7 +542,8 @@ int run_direct(const Collective *one, const char *source, char *target)
         return -1;
     if (one->steps->has_segments && lie_in_segments(one))
         run_in_segments(one, source, target);
-    else if (!one->reads_memory || !can_all_read(one) || have_outputs_in_inputs(one) || (one->trials != NULL && !prefers_reads(one)))
+    else if (!one->reads_memory || !can_all_read(one) || have_outputs_in_inputs(one) ||
+             (one->trials != NULL && !prefers_reads(one)))
         return 0;
     else if (run_in_private_memory(one, source, target) < 0)
         return -1;

@@ -24,9 +24,9 @@
  * after the one that differs, which none of them has begun, are synchronised there, and begin these operations again.
  *
  * A rank that stops waiting for the others, because they are late or dead, abandons the operation. It and ranks that
- * leave after a difference state in a word of their own that they can't be synchronised any more. Ranks that write to the
- * memory of others look at this word before each write, and count their writes in a word of their own: the rank that
- * leaves waits until there are none.
+ * leave after a difference state in a word of their own that they can't be synchronised any more. Ranks that write to
+ * the memory of others look at this word before each write, and count their writes in a word of their own: the rank
+ * that leaves waits until there are none.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -1252,7 +1252,8 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"rank", T_INT, offsetof(Steps, rank), READONLY, "Rank of this process on the node."},
     {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
-    {"has_own_core", T_BOOL, offsetof(Steps, has_own_core), READONLY, "True if no other rank of the node uses its core."},
+    {"has_own_core", T_BOOL, offsetof(Steps, has_own_core), READONLY,
+     "True if no other rank of the node uses its core."},
     {"unreadable_rank", T_INT, offsetof(Steps, unreadable_rank), READONLY,
      "The rank that forbade others to read its memory in the last operation that would have read it; -1 if none did."},
     {"different_step", T_UINT, offsetof(Steps, different_step), READONLY,

@@ -138,9 +138,9 @@ void abandon_begun_steps(Steps *steps);
  * of both parities can be written afterwards. Returns as sync_ranks. */
 int catch_up(Steps *steps);
 
-/* Begin to write to private memory of another rank, for a moment. Returns false if that rank has abandoned an operation,
- * so that its arrays may not be written any more; otherwise it waits with that until `end_write`. Any thread may call
- * this. */
+/* Begin to write to private memory of another rank, for a moment. Returns false if that rank has abandoned an
+ * operation, so that its arrays may not be written any more; otherwise it waits with that until `end_write`. Any thread
+ * may call this. */
 bool begin_write(const Steps *steps, int rank);
 void end_write(const Steps *steps);
 
