@@ -77,10 +77,7 @@ if TYPE_CHECKING:
     )
     from mpicoll.launch import spawn
 
-try:
-    from mpicoll._version import __version__ as __version__
-except ImportError:  # a checkout of which nothing was built
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = [
     "PROC_NULL",
@@ -230,6 +227,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 def __getattr__(name: str) -> Any:
     if name == "schedules":
         return import_module("mpicoll.schedules")
+    if name == "__version__":
+        return _find_version()
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
@@ -243,6 +242,15 @@ def __getattr__(name: str) -> Any:
             gc.enable()
     globals()[name] = value
     return value
+
+
+def _find_version() -> str:
+    """Return the version that was found when mpicoll was built; "0+unknown" for a checkout of which nothing was."""
+    try:
+        from mpicoll._version import __version__
+    except ImportError:
+        return "0+unknown"
+    return __version__
 
 
 def __dir__() -> list[str]:

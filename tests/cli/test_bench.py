@@ -85,7 +85,7 @@ def test_extents(collective: str, given: list[int], got: list[int]) -> None:
 def test_names_of_algorithms() -> None:
     assert job._algorithms("slots,pieces/64k,ring", ["allreduce"], None) == ("shm_flat", "shm_pipelined/64k", "ring")
     assert job._algorithms("all", ["barrier", "scan"], "torch") == (
-        *("native", "shm_flat", *schedules.algorithms_of("barrier"), "shm_pipelined"),
+        *("native", "shm_flat", *schedules.algorithms_of("barrier"), "shm_pipelined", "cma", "shm_or_cma"),
         *schedules.algorithms_of("scan"),
     )
     for_devices = set(job._algorithms("all", ["bcast"], "cupy")) - set(job._algorithms("all", ["bcast"], None))

@@ -38,7 +38,7 @@ _WAYS = ("ipc", "nccl", "shm_flat", "shm_pipelined", "ring")
 """Default candidates on a device: one for each path that device memory can take."""
 
 _CASES = {"messages": ("message", MESSAGES)}
-"""What a kind of bench measures, and its names, where these are no collectives."""
+"""Noun and names of what a kind of bench measures, where these are no collectives."""
 
 _SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
 """Default collectives of `bench overhead`."""

@@ -15,7 +15,7 @@ Prepared = tuple[Callable[[], Any], Any]
 
 
 class _Opened(threading.local):
-    """What the cases of this thread, which may be a rank, have created: the functions that free it, in this order."""
+    """Functions that free what the cases of this thread, which may be a rank, have created, in this order."""
 
     def __init__(self) -> None:
         self.frees: list[Callable[[], None]] = []
