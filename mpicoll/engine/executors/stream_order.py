@@ -365,8 +365,9 @@ class StreamOrder:
                         return
                 except Exception as error:  # noqa: BLE001  raised by later calls
                     self.fail(error)
-                self._pending.popleft()
+                # In this order: other threads take it that what is not pending keeps no memory open.
                 first.release()
+                self._pending.popleft()
         finally:
             self._sweeping.release()
 

@@ -315,7 +315,9 @@ def test_memory_is_kept_until_the_device_has_completed(cuda: ModuleType) -> None
     mpicoll.run_local(body, 2, timeout=60)
 
 
-def test_memory_that_was_freed_gives_way_to_what_comes_after_it(several: Ranks, cuda: ModuleType) -> None:
+def test_memory_that_was_freed_gives_way_to_what_comes_after_it(
+    several: Ranks, cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA opens no memory at an address where other ranks still have open what lay there before, and collectives that
     have completed keep that open for a time."""
 
@@ -323,7 +325,7 @@ def test_memory_that_was_freed_gives_way_to_what_comes_after_it(several: Ranks, 
         rank, size = mpicoll.world().rank, mpicoll.world().size
         runtime, addresses = cuda.cuda.runtime, []
         with own_stream(cuda) as stream:
-            for turn in range(6):
+            for turn in range(9):
                 addresses.append(runtime.malloc(4096))
                 memory = cuda.cuda.UnownedMemory(addresses[-1], 4096, None)
                 x = cuda.ndarray(512, np.float64, cuda.cuda.MemoryPointer(memory, 0))
@@ -335,6 +337,14 @@ def test_memory_that_was_freed_gives_way_to_what_comes_after_it(several: Ranks, 
                 runtime.free(addresses[-1])
         assert any(mpicoll.allgather_object(len(set(addresses)) < len(addresses)))
 
+    release = stream_order.Completion.release
+
+    def release_late(self: stream_order.Completion) -> None:
+        time.sleep(0.01)
+        release(self)
+
+    monkeypatch.setattr(stream_order.Completion, "release", release_late)
+    monkeypatch.setattr(stream_order, "_PERIOD", 0.001)
     several(body)
 
 
