@@ -88,7 +88,8 @@ def start(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, prepar
         full_key, cached, *_ = _find_entry(comm, key, x, out)
         if type(cached) is not tuple:
             _cache(operation, key, full_key, cached, x, out, prepare)
-            _enable_begun_calls(comm.queue)
+        # A blocking call may have been cached before.
+        _enable_begun_calls(comm.queue)
     return dispatch.start(operation)
 
 
@@ -156,7 +157,7 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
             task = dispatch.make_task(operation)
             task.call.name = key[0]
             return task
-        _enable_begun_calls(comm.queue)
+    _enable_begun_calls(comm.queue)
     bound_call = cached[0]
 
     def run() -> None:

@@ -88,6 +88,20 @@ def test_random_programs(several: Ranks, seed: int, mismatches: float) -> None:
     assert [wrong for wrong in several(body) if wrong] == []
 
 
+def test_calls_after_blocking_ones(several: Ranks) -> None:
+    """A call like earlier blocking ones is begun, also where no other nonblocking one came before."""
+
+    def body() -> None:
+        comm = mpicoll.world().duplicate()
+        for _ in range(3):
+            mpicoll.allreduce(np.ones(3), comm=comm)
+        assert mpicoll.iallreduce(np.ones(3), comm=comm).wait().tolist() == [comm.size] * 3
+        assert begin(comm, 2).wait().tolist() == [2 * comm.size] * 3
+        comm.free()
+
+    several(body)
+
+
 def test_several_are_outstanding(several: Ranks) -> None:
     def body() -> None:
         with communicator() as comm:
