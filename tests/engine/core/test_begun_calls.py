@@ -402,15 +402,21 @@ world = mpicoll.world()
 for _ in range(2):
     mpicoll.iallreduce(np.ones(3)).wait()
     mpicoll.iallreduce(np.ones(3), "max").wait()
-request = mpicoll.iallreduce(np.ones(3))
-if os.fork() == 0:
-    assert not request.test()
-    try:
-        request.wait()
-    except mpicoll.CommunicatorError:
-        os._exit(0)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+for first in range(2):
+    if world.rank != first:
+        mpicoll.recv(np.zeros(1), first)  # until then the call can't complete
+    request = mpicoll.iallreduce(np.ones(3))
+    if world.rank == first:
+        if os.fork() == 0:
+            assert not request.test()
+            try:
+                request.wait()
+            except mpicoll.CommunicatorError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        mpicoll.send(np.zeros(1), 1 - first)
+    request.wait()
 mpicoll.iallreduce(np.ones(3), "max" if world.rank == int(sys.argv[1]) else "sum")
 """)
     assert mpirun(2, script, "2", cwd=tmp_path).returncode == 0
