@@ -829,18 +829,26 @@ static inline int wait_for_some(Steps *steps, uint32_t signature, int first, int
     return words.difference == 0 ? 0 : wait_for_all(steps, steps->step);
 }
 
+/* Begin a step in which this rank does not wait for all others. Returns as wait_for_all. */
+static inline int enter_step(Steps *steps, uint32_t word)
+{
+    const int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
+    if (status == 0) {
+        keep_call(steps);
+        steps->step++;
+        store_flag(steps, word);
+    }
+    return status;
+}
+
 int sync_with(Steps *steps, int first, int last)
 {
     if (steps->call.text == NULL || steps->released != NULL || steps->unusable)
         return sync_ranks(steps);
     const uint32_t signature = next_signature(steps);
-    int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
-    if (status == 0) {
-        keep_call(steps);
-        steps->step++;
-        store_flag(steps, signature | (first < last ? WAITS_FOR_SOME : WAITS_FOR_NONE));
+    int status = enter_step(steps, signature | (first < last ? WAITS_FOR_SOME : WAITS_FOR_NONE));
+    if (status == 0)
         status = wait_for_some(steps, signature, first, last);
-    }
     return status == 0 ? 0 : end_operation(steps, status, signature);
 }
 
@@ -849,14 +857,9 @@ int sync_with_each(Steps *steps, const int *ranks, int count)
     if (steps->call.text == NULL || steps->released != NULL || steps->unusable)
         return sync_ranks(steps);
     const uint32_t signature = next_signature(steps);
-    int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
-    if (status == 0) {
-        keep_call(steps);
-        steps->step++;
-        store_flag(steps, signature | (count > 0 ? WAITS_FOR_SOME : WAITS_FOR_NONE));
-        for (int i = 0; i < count && status == 0; i++)
-            status = wait_for_some(steps, signature, ranks[i], ranks[i] + 1);
-    }
+    int status = enter_step(steps, signature | (count > 0 ? WAITS_FOR_SOME : WAITS_FOR_NONE));
+    for (int i = 0; i < count && status == 0; i++)
+        status = wait_for_some(steps, signature, ranks[i], ranks[i] + 1);
     return status == 0 ? 0 : end_operation(steps, status, signature);
 }
 

@@ -49,7 +49,8 @@ def displacements(counts: Iterable[int]) -> list[int]:
 
 
 def do_nothing() -> None:
-    """Default of :attr:`CollectiveArrays.load` and :attr:`CollectiveArrays.store`."""
+    """Return: the default of :attr:`CollectiveArrays.load` and :attr:`CollectiveArrays.store`, and the function of an
+    operation that has ended."""
 
 
 class CollectiveArrays:

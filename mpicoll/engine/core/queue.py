@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.core.observer import Observer, accept_any_call
 from mpicoll.engine.core.process_local import ForkedLock
 from mpicoll.engine.core.queue_errors import (
@@ -79,10 +80,6 @@ def _show_numpy_layout() -> None:
     capsule = getattr(module, "_ARRAY_API", None)
     if capsule is not None:
         set_numpy_interface(capsule)
-
-
-def do_nothing() -> None:
-    """Return: the function of an operation that has ended."""
 
 
 def leave_to_python(missing: Any, x: Any, out: Any, *key: Any) -> Any:
