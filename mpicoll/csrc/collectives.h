@@ -27,13 +27,14 @@ typedef struct {
 typedef enum { ACCESS_NOTHING, ACCESS_MOVES, ACCESS_VECTOR, ACCESS_BLOCK, ACCESS_PREFIX } Access;
 
 typedef struct Collective Collective;
+typedef void (*PieceFunction)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
+
 struct Collective {
     PyObject_HEAD
     Steps *steps;
     int (*run)(const Collective *, const char *source, char *target);
     /* What `run` does before and after the step of the piece that begins at `start`; NULL where it does more. */
-    void (*write)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
-    void (*read)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
+    PieceFunction write, read;
     uint32_t signature, step_count;
     Summary summary;       /* of the call that the collective carries out */
     PyObject *text;        /* its description for other ranks, if this one may be ahead of them; else NULL */
