@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "background_messages.h"
 #include "begun_calls.h"
 #include "bound_call.h"
 #include "calls.h"
@@ -73,7 +74,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 12 };
+enum { INTERFACE = 13 };
 
 static int fill_module(PyObject *module)
 {
@@ -82,7 +83,8 @@ static int fill_module(PyObject *module)
     PyType_Spec *specs[] = {
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
-        &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec};
+        &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec,
+        &background_message_spec, &background_messages_spec};
     PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;
@@ -94,6 +96,8 @@ static int fill_module(PyObject *module)
             set_line_end_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &begun_call_spec)
             set_begun_call_type((PyTypeObject *)type);
+        if (status == 0 && specs[i] == &background_message_spec)
+            set_background_message_type((PyTypeObject *)type);
         if (specs[i] == &collective_spec)
             collective = type;
         Py_XDECREF(type);

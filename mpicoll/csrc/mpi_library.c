@@ -28,25 +28,24 @@ static bool find(void *module, const char *name, void *function)
 }
 
 const char set_mpi_doc[] =
-    "set_mpi(file, handle_bytes, status_bytes, source_offset, tag_offset, byte)\n--\n\nHave messages carried out by the"
-    " MPI library that mpi4py's module, `file`, has loaded. Handles have `handle_bytes`; a status has `status_bytes`,"
-    " and its fields of source and tag these offsets; `byte` is the handle of MPI_BYTE. Return False if that is not"
-    " possible.";
+    "set_mpi(file, handle_bytes, status_bytes, source_offset, tag_offset, error_offset, byte)\n--\n\nHave messages"
+    " carried out by the MPI library that mpi4py's module, `file`, has loaded. Handles have `handle_bytes`; a status"
+    " has `status_bytes`, and its fields of source, tag and error these offsets; `byte` is the handle of MPI_BYTE."
+    " Return False if that is not possible.";
 
 PyObject *set_mpi(PyObject *module, PyObject *args)
 {
     (void)module;
     const char *file;
-    int status_bytes;
     unsigned long long byte;
     MpiLibrary found = {0};
-    if (!PyArg_ParseTuple(args, "siiiiK", &file, &found.handle_bytes, &status_bytes, &found.source_offset,
-                          &found.tag_offset, &byte))
+    if (!PyArg_ParseTuple(args, "siiiiiK", &file, &found.handle_bytes, &found.status_bytes, &found.source_offset,
+                          &found.tag_offset, &found.error_offset, &byte))
         return NULL;
-    const int last = status_bytes - (int)sizeof(int);
+    const int last = found.status_bytes - (int)sizeof(int);
     if ((found.handle_bytes != (int)sizeof(int) && found.handle_bytes != (int)sizeof(void *)) ||
-        status_bytes > MAX_STATUS_BYTES || found.source_offset < 0 || found.source_offset > last ||
-        found.tag_offset < 0 || found.tag_offset > last)
+        found.status_bytes > MAX_STATUS_BYTES || found.source_offset < 0 || found.source_offset > last ||
+        found.tag_offset < 0 || found.tag_offset > last || found.error_offset < 0 || found.error_offset > last)
         Py_RETURN_FALSE;
     /* It is never closed: the module stays loaded. */
     void *loaded = dlopen(file, RTLD_LAZY | RTLD_NOLOAD);
@@ -54,7 +53,9 @@ PyObject *set_mpi(PyObject *module, PyObject *args)
                           find(loaded, "MPI_Iprobe", &found.iprobe) &&
                           find(loaded, "MPI_Improbe", &found.improbe) && find(loaded, "MPI_Mprobe", &found.mprobe) &&
                           find(loaded, "MPI_Imrecv", &found.imrecv) && find(loaded, "MPI_Test", &found.test) &&
-                          find(loaded, "MPI_Wait", &found.wait) &&
+                          find(loaded, "MPI_Testsome", &found.testsome) && find(loaded, "MPI_Wait", &found.wait) &&
+                          find(loaded, "MPI_Cancel", &found.cancel) &&
+                          find(loaded, "MPI_Test_cancelled", &found.test_cancelled) &&
                           find(loaded, "MPI_Get_elements_x", &found.get_elements);
     if (!complete)
         Py_RETURN_FALSE;

@@ -31,11 +31,15 @@ typedef struct {
     int (*mprobe)(int source, int tag, HandleValue comm, Handle *message, Status *status);
     int (*imrecv)(void *data, int count, HandleValue datatype, Handle *message, Handle *request);
     int (*test)(Handle *request, int *flag, Status *status);
+    /* Handles and statuses are arrays, whose elements have the sizes of this library. */
+    int (*testsome)(int count, void *requests, int *completed, int *indices, void *statuses);
     int (*wait)(Handle *request, Status *status);
+    int (*cancel)(Handle *request);
+    int (*test_cancelled)(const Status *status, int *flag);
     int (*get_elements)(const Status *status, HandleValue datatype, int64_t *count);
     HandleValue byte; /* MPI_BYTE */
-    int handle_bytes;
-    int source_offset, tag_offset; /* of fields of a status */
+    int handle_bytes, status_bytes;
+    int source_offset, tag_offset, error_offset; /* of fields of a status */
 } MpiLibrary;
 
 extern MpiLibrary mpi;

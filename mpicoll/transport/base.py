@@ -112,6 +112,33 @@ class Pending(Protocol):
         """
 
 
+class BackgroundQueue(Protocol):
+    """Messages to and from some ranks, which a thread moves that does not need the interpreter lock. A lane is the
+    index of a rank."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Largest size of a message."""
+
+    @property
+    def completed(self) -> int:
+        """The number of messages that have completed."""
+
+    @property
+    def left(self) -> int:
+        """The number of messages that have not completed."""
+
+    def send(self, lane: int, data: Memory, tag: int, *, in_turn: bool = False) -> Pending:
+        """Start to send; with `in_turn` after earlier ones of these to the same rank, few at a time."""
+
+    def recv(self, lane: int, data: Memory, tag: int) -> Pending: ...
+    def pause(self, seen: int, seconds: float) -> None:
+        """Wait until `completed` is not `seen`, for at most `seconds`."""
+
+    def stop(self) -> None:
+        """End the thread. Messages that have not completed do not complete any more."""
+
+
 class PostedRound(Protocol):
     """The messages of a round that were posted. After an error all of them are abandoned."""
 
@@ -330,6 +357,10 @@ class Transport(Protocol):
     ) -> LineEnd | None:
         """Return what passes values like `like`, of `nbytes`, to or from `peer` in the extension; None if only Python
         can do that. The tags are those of :class:`mpicoll._shm.LineEnd`."""
+
+    def bind_background_messages(self, peers: Sequence[int]) -> BackgroundQueue | None:
+        """Return what sends messages to `peers`, and receives messages from them, in a thread of the extension; None if
+        only Python can do that."""
 
     def matches_own_message(self, tag: int) -> bool:
         """Return True if a posted receive matches a message of this rank to itself with `tag`."""

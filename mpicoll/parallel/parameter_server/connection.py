@@ -19,7 +19,6 @@ from mpicoll.parallel.parameter_server.messages import (
     Request,
     decode_notice,
 )
-from mpicoll.parallel.parameter_server.transfers import Transfers
 
 
 class Connection:
@@ -43,9 +42,9 @@ class Connection:
         self._ended = ended
         self._links = Links(job)
         links = self._links.links
-        self.transfers = Transfers(links)
+        self.transfers = self._links.transfers
         self._notices = [np.empty(NOTICE_BYTES, np.uint8) for _ in links]
-        self._noticed = [link.recv(memory, NOTICE_TAG) for link, memory in zip(links, self._notices, strict=True)]
+        self._noticed = [self.transfers.recv(at, memory, NOTICE_TAG) for at, memory in enumerate(self._notices)]
         self.closed = False
 
     def send_request(self, server: int, request: Request) -> None:
@@ -105,10 +104,10 @@ class Connection:
             return
         self.closed = True
         self._ended()
-        for link, sparse in zip(self._links.links, self._sparse, strict=True):
+        for at, (link, sparse) in enumerate(zip(self._links.links, self._sparse, strict=True)):
             request = Request(Kind.LEAVE, clock, flag, counts=(0,) * sparse)
             try:
-                link.send(request.encode(), REQUEST_TAG)
+                self.transfers.send(at, request.encode(), REQUEST_TAG)
             except MpicollError:
                 get_logger().debug("server %d is not informed, since it has died", link.rank)
 

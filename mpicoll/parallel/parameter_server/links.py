@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import Timeout
 from mpicoll.parallel.parameter_server.agreement import Job
-from mpicoll.transport.base import Pending, Transport
+from mpicoll.parallel.parameter_server.transfers import Link, make_transfers
+from mpicoll.transport.base import Transport
 from mpicoll.transport.waiting import NAP, SPINS, Backoff
 from mpicoll.wording import rank_list
-
-Array: TypeAlias = np.ndarray[Any, Any]
 
 _YIELD_SECONDS = 2e-4
 """Seconds after which a wait sleeps between its looks: a large message takes milliseconds, in which other ranks of the
@@ -43,28 +39,15 @@ _NAP_SHARE = 1e-3
 _LONGEST_NAP = 5e-3
 """Most seconds between two looks of a wait."""
 
+_PAUSE = 5e-2
+"""Most seconds of a pause that ends when a message has completed: then failures are looked for."""
+
 _SLEEPS_PER_CHECK = 32
 """Sleeps of a wait between two looks for failures that no transfer reports."""
 
 
-class Link(NamedTuple):
-    """Connection to another rank: `rank` in the job's communicator, `peer` in that of the link."""
-
-    transport: Transport
-    peer: int
-    rank: int
-
-    def send(self, data: Array, tag: int) -> Pending:
-        """Start to send bytes."""
-        return self.transport.isend(data, self.peer, tag)
-
-    def recv(self, data: Array, tag: int) -> Pending:
-        """Start to receive bytes."""
-        return self.transport.irecv(data, self.peer, tag)
-
-
 class Links:
-    """The links of this rank, and its waits. Collective over the ranks of `job`."""
+    """The links of this rank, the transfers on them, and its waits. Collective over the ranks of `job`."""
 
     def __init__(self, job: Job) -> None:
         comm = job.comm
@@ -93,6 +76,9 @@ class Links:
             others = job.workers if comm.rank in job.servers else job.servers
             self.links = [Link(self._core.transport, rank, rank) for rank in others]
             self.servers = comm.group(job.servers)
+        is_server = comm.rank in job.servers
+        dense = sum(spec.size * spec.itemsize for spec in job.specs if not spec.sparse)
+        self.transfers = make_transfers(self.links, dense / len(job.servers), driven=is_server)
         traffic = self._core.transport.traffic
         if traffic is not None:
             # Each side answers the other one while it waits.
@@ -104,6 +90,7 @@ class Links:
         That of the servers remains, for checkpoints. In a fault-tolerant job those of the links are freed when they are
         dropped: MPI may wait there for the other rank, which waits for others.
         """
+        self.transfers.free()
         if self._shared is not None:
             self._shared.free()
 
@@ -125,7 +112,7 @@ class Links:
             return
         begin = time.monotonic()
         try:
-            if self._last_wait >= _SHORT_SECONDS or not _spin(ready):
+            if self.transfers.announces or self._last_wait >= _SHORT_SECONDS or not _spin(ready):
                 self._sleep_until(operation, ready, needed, begin, bound, any_of=any_of)
         finally:
             self._last_wait = time.monotonic() - begin
@@ -141,6 +128,7 @@ class Links:
         any_of: bool,
     ) -> None:
         """Sleep between the looks of a wait that has begun at `begin`."""
+        transfers = self.transfers
         shortest = max(NAP, min(_LAST_NAP_SHARE * self._last_wait, _LAST_NAP))
         naps = 0
         while True:
@@ -150,6 +138,8 @@ class Links:
             call = Call(operation, parts=known, takes=None if any_of or not known else (), collective=False)
             with self._core.queue.waiting(call, bound) as waiting:
                 while ranks == tuple(needed()):
+                    # Before the look: what completes during it ends the pause after it.
+                    seen = transfers.completed
                     if ready():
                         return
                     naps += 1
@@ -162,7 +152,8 @@ class Links:
                             f"{operation}: {self._job.describe()} has received nothing from {rank_list(ranks)} for"
                             f" {bound:g} s; a longer time is set by timeout="
                         )
-                    time.sleep(min(max(shortest, _NAP_SHARE * passed), _LONGEST_NAP))
+                    nap = min(max(shortest, _NAP_SHARE * passed), _LONGEST_NAP)
+                    transfers.pause(seen, _PAUSE if transfers.announces else nap)
 
     def check_servers(self) -> None:
         """On a server: raise RankFailed if another server has died."""

@@ -112,7 +112,10 @@ class ParameterServer:
         self._buckets = make_plan(specs, len(self._job.servers), bucket_bytes, whole_tensors=whole_tensors)[self._index]
         self._weights = [np.empty(bucket.nbytes, np.uint8) for bucket in self._buckets]
         self._receive_initial_weights()
-        self._states = [WorkerState(link, self._buckets) for link in self._links.links]
+        transfers = self._links.transfers
+        self._states = [
+            WorkerState(transfers, at, link.rank, self._buckets) for at, link in enumerate(self._links.links)
+        ]
         self._closed = False
         # Whether something has changed since the last look at what can be applied and answered.
         self._changed = True
@@ -141,12 +144,13 @@ class ParameterServer:
         return f"<ParameterServer: {self._job.describe()}, mode {self._settings.mode}, {self.updates} updates>"
 
     def _receive_initial_weights(self) -> None:
-        link = self._links.links[0]
-        pending = [link.recv(memory, tag_of(index, Payload.WEIGHTS)) for index, memory in enumerate(self._weights)]
+        pending = self._links.transfers.recv_all(
+            (0, memory, tag_of(index, Payload.WEIGHTS)) for index, memory in enumerate(self._weights)
+        )
         self._links.wait(
             "ParameterServer",
             lambda: all(one.test() is not None for one in pending),
-            lambda: [link.rank],
+            lambda: [self._links.links[0].rank],
             self._timeout,
             any_of=False,
         )
@@ -194,6 +198,7 @@ class ParameterServer:
 
     def _advance(self) -> bool:
         """Do what can be done without waiting. Return True if there was anything."""
+        self._links.transfers.test()
         for state in self._states:
             if state.alive and self._guarded(state, state.poll):
                 self._changed = True
@@ -251,9 +256,8 @@ class ParameterServer:
         else:
             ready = [
                 index
-                for index, version in enumerate(self._aggregation.versions)
-                if version == self.updates
-                and all(index in state.arrived for state in workers)
+                for index in sorted(set.intersection(*(state.arrived for state in workers)))
+                if self._aggregation.versions[index] == self.updates
                 and not any(state.is_sending(index) for state in workers)
             ]
             for index in ready:
@@ -377,11 +381,11 @@ class ParameterServer:
         self._close()
         notice = encode_notice(error)
         left = [state.link for state in self._states if not state.alive]
-        for link in self._links.links:
-            if link in left:
+        for at, link in enumerate(self._links.links):
+            if at in left:
                 continue
             try:
-                link.send(notice, NOTICE_TAG)
+                self._links.transfers.send(at, notice, NOTICE_TAG)
             except MpicollError:
                 get_logger().debug("rank %d is not informed of an error, since it has died", link.rank)
 

@@ -1,4 +1,8 @@
-"""Transfers of a worker, which go on while it computes."""
+"""Transfers between workers and servers, which go on while workers compute and servers update weights.
+
+A thread of the extension moves the messages if it can: :class:`BackgroundTransfers`. It needs no interpreter lock, for
+which a thread of Python competes with the program.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from mpicoll.engine.core.poller import poller
 from mpicoll.errors import CommunicationError
-from mpicoll.parallel.parameter_server.links import Link
 from mpicoll.parallel.parameter_server.messages import Array
-from mpicoll.transport.base import Envelope, Pending
+from mpicoll.transport.base import BackgroundQueue, Envelope, Pending, Transport
 
 IN_FLIGHT = 2
 """Large messages on their way to one rank at a time. MPI moves all that have been started side by side, so that all
@@ -30,8 +34,144 @@ _PERIOD = 2e-4
 """Seconds between two tests: long enough to leave the core to the program, short beside the milliseconds that a message
 of the default size takes at 1 Gbit/s."""
 
+_LARGE_PERIOD = 1e-3
+"""Seconds between two tests of messages that the thread of the extension does not carry out."""
+
+_SECONDS_TO_FREE = 1.0
+"""Most seconds for which the last messages of a rank keep its thread: MPI sends those that are short by itself."""
+
 _WINDOW = 4
 """Transfers that are tested at a time: a test of any makes MPI move all."""
+
+
+BACKGROUND_BYTES = 1 << 20
+"""Bytes of the dense tensors of a server from which a thread of the extension moves messages. Those of a smaller model
+are sent at once, and a rank that waits for one sees it earlier than a thread that sleeps between its looks."""
+
+
+class Link(NamedTuple):
+    """Connection to another rank: `rank` in the job's communicator, `peer` in that of the link."""
+
+    transport: Transport
+    peer: int
+    rank: int
+
+    def send(self, data: Array, tag: int) -> Pending:
+        """Start to send bytes."""
+        return self.transport.isend(data, self.peer, tag)
+
+    def recv(self, data: Array, tag: int) -> Pending:
+        """Start to receive bytes."""
+        return self.transport.irecv(data, self.peer, tag)
+
+
+class Transfer(Protocol):
+    """Send that has started, or will."""
+
+    def test(self) -> Envelope | None:
+        """Return the envelope if the data has been sent, else None. Raises CommunicationError if that has failed."""
+
+
+class Transfers(Protocol):
+    """Sends and receives on links, which are indices. Sent data must not be changed until it has been sent."""
+
+    announces: bool
+    """True if a pause ends when a message has completed."""
+
+    @property
+    def completed(self) -> int:
+        """Number of messages that have completed, where pauses depend on it."""
+
+    def send(self, link: int, data: Array, tag: int) -> Pending:
+        """Start to send."""
+
+    def send_in_turn(self, link: int, data: Array, tag: int) -> Transfer:
+        """Send when what was passed to this method before has been sent."""
+
+    def recv(self, link: int, data: Array, tag: int) -> Pending:
+        """Start to receive."""
+
+    def recv_all(self, messages: Iterable[tuple[int, Array, int]]) -> list[Pending]:
+        """Start to receive messages, which are the link, the memory and the tag of each."""
+
+    def test(self) -> bool:
+        """Make progress. Return True if no transfer is left. Does not raise."""
+
+    def pause(self, seen: int, seconds: float) -> None:
+        """Sleep for `seconds`, or until `completed` is not `seen`."""
+
+    def free(self) -> None:
+        """End, when all transfers have."""
+
+
+def make_transfers(links: Sequence[Link], nbytes: float, *, driven: bool) -> Transfers:
+    """Return the transfers on `links`.
+
+    Args:
+        links: the links of this rank.
+        nbytes: of the dense tensors of a server.
+        driven: True if this rank calls `test` all the time that it does not compute.
+    """
+    # Where the death of a rank is survived, each link has a communicator of its own.
+    transports = {id(link.transport): link.transport for link in links}
+    if nbytes >= BACKGROUND_BYTES and len(transports) == 1:
+        queue = links[0].transport.bind_background_messages([link.peer for link in links])
+        if queue is not None:
+            return BackgroundTransfers(links, queue)
+    return PolledTransfers(links, driven=driven)
+
+
+class BackgroundTransfers:
+    """Transfers that a thread of the extension moves."""
+
+    announces = True
+
+    def __init__(self, links: Sequence[Link], queue: BackgroundQueue) -> None:
+        self._links = links
+        self._queue = queue
+        # Larger than the thread can carry out.
+        self._large: list[Pending] = []
+
+    @property
+    def completed(self) -> int:
+        return self._queue.completed
+
+    def send(self, link: int, data: Array, tag: int) -> Pending:
+        if data.nbytes > self._queue.max_bytes:
+            return self._add_large(self._links[link].send(data, tag))
+        return self._queue.send(link, data, tag)
+
+    def send_in_turn(self, link: int, data: Array, tag: int) -> Transfer:
+        if data.nbytes > self._queue.max_bytes:
+            return self._add_large(self._links[link].send(data, tag))
+        return self._queue.send(link, data, tag, in_turn=True)
+
+    def recv(self, link: int, data: Array, tag: int) -> Pending:
+        if data.nbytes > self._queue.max_bytes:
+            return self._add_large(self._links[link].recv(data, tag))
+        return self._queue.recv(link, data, tag)
+
+    def _add_large(self, pending: Pending) -> Pending:
+        # The thread makes progress on it, too.
+        self._large.append(pending)
+        return pending
+
+    def recv_all(self, messages: Iterable[tuple[int, Array, int]]) -> list[Pending]:
+        return [self.recv(*message) for message in messages]
+
+    def test(self) -> bool:
+        self._large = [one for one in self._large if not _has_ended(one)]
+        return not (self._queue.left or self._large)
+
+    def pause(self, seen: int, seconds: float) -> None:
+        # The thread does not count the large ones.
+        self._queue.pause(seen, min(seconds, _LARGE_PERIOD) if self._large else seconds)
+
+    def free(self) -> None:
+        end = time.monotonic() + _SECONDS_TO_FREE
+        while not self.test() and time.monotonic() < end:
+            self.pause(self.completed, _LARGE_PERIOD)
+        self._queue.stop()
 
 
 class Pace:
@@ -68,7 +208,7 @@ class Pace:
 
 
 class QueuedSend:
-    """Send that starts after earlier ones to the same server."""
+    """Send that starts after earlier ones on the same link."""
 
     def __init__(self, link: Link, data: Array, tag: int) -> None:
         self._link, self._data, self._tag = link, data, tag
@@ -97,33 +237,42 @@ class QueuedSend:
         return None if self._pending is None else self._pending.test()
 
 
-class Transfers:
-    """Sends and receives of a worker. A thread tests them: MPI moves large messages only while it is called."""
+class PolledTransfers:
+    """Transfers that a thread of Python tests, or a rank that is `driven`: MPI moves large messages only while it is
+    called."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    announces = False
+    completed = 0
+
+    def __init__(self, links: Sequence[Link], *, driven: bool) -> None:
         self._links = links
+        self._driven = driven
         # Other transports move messages that have been started by themselves.
-        self._background = all(link.transport.background and link.transport.native is not None for link in links)
+        self._background = not driven and all(
+            link.transport.background and link.transport.native is not None for link in links
+        )
         # Held during calls of MPI.
         self._lock = threading.Lock()
         # Held for moments only, so that backward does not wait for MPI. Taken after the other one.
         self._queues_lock = threading.Lock()
         self._left: deque[Pending] = deque()
         self._queues: list[deque[QueuedSend]] = [deque() for _ in links]
-        self._paces = [Pace(enabled=self._background) for _ in links]
+        self._paces = [Pace(enabled=driven or self._background) for _ in links]
         self._watched = False
 
-    def send(self, server: int, data: Array, tag: int) -> Pending:
-        """Start to send `data`, which must not be changed until it has been sent."""
-        pending = self._links[server].send(data, tag)
+    def send(self, link: int, data: Array, tag: int) -> Pending:
+        pending = self._links[link].send(data, tag)
         self._add(pending)
         return pending
 
-    def send_in_turn(self, server: int, data: Array, tag: int) -> QueuedSend:
-        """Send `data` when what was passed to this method before has been sent."""
-        send = QueuedSend(self._links[server], data, tag)
+    def recv(self, link: int, data: Array, tag: int) -> Pending:
+        # Who waits for it tests it.
+        return self._links[link].recv(data, tag)
+
+    def send_in_turn(self, link: int, data: Array, tag: int) -> QueuedSend:
+        send = QueuedSend(self._links[link], data, tag)
         with self._queues_lock:
-            self._queues[server].append(send)
+            self._queues[link].append(send)
         if not self._background:
             with self._lock:
                 self._start_sends()
@@ -131,14 +280,11 @@ class Transfers:
         return send
 
     def recv_all(self, messages: Iterable[tuple[int, Array, int]]) -> list[Pending]:
-        """Start to receive messages, which are the server, the memory and the tag of each.
-
-        The thread that tests waits meanwhile: MPI calls release the interpreter lock, for which both would compete.
-        """
         started = []
+        # The thread that tests waits meanwhile: MPI calls release the interpreter lock, for which both would compete.
         with self._lock:
-            for server, data, tag in messages:
-                pending = self._links[server].recv(data, tag)
+            for link, data, tag in messages:
+                pending = self._links[link].recv(data, tag)
                 self._left.append(pending)
                 started.append(pending)
         self._watch()
@@ -169,7 +315,6 @@ class Transfers:
                     send.start()
 
     def test(self) -> bool:
-        """Make progress. Return True if no transfer is left. Called by the poller, so it does not raise."""
         with self._lock:
             self._start_sends()
             for _ in range(min(_WINDOW, len(self._left))):
@@ -182,8 +327,14 @@ class Transfers:
                 self._watched = False
                 return True
 
+    def pause(self, seen: int, seconds: float) -> None:
+        time.sleep(seconds)
 
-def _has_ended(pending: Pending | QueuedSend) -> bool:
+    def free(self) -> None:
+        """Do nothing: MPI completes what is left."""
+
+
+def _has_ended(pending: Transfer) -> bool:
     try:
         return pending.test() is not None
     except CommunicationError:

@@ -19,7 +19,7 @@ from mpicoll.parallel.parameter_server.messages import WHOLE, Array, Kind, Paylo
 from mpicoll.parallel.parameter_server.models import make_model
 from mpicoll.parallel.parameter_server.plan import Bucket, make_plan
 from mpicoll.parallel.parameter_server.pull import Pull
-from mpicoll.parallel.parameter_server.transfers import QueuedSend
+from mpicoll.parallel.parameter_server.transfers import Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,7 +113,7 @@ class Worker:
         self._has_pulled = False
         self._in_step = False
         self._sent: set[tuple[int, int]] = set()
-        self._sends: dict[tuple[int, int], QueuedSend] = {}
+        self._sends: dict[tuple[int, int], Transfer] = {}
         self.rank = communicator.rank
         self.clock = 0
         if communicator.rank == self._job.workers[0]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
 from mpicoll.errors import RankFailed
-from mpicoll.parallel.parameter_server.links import Link
 from mpicoll.parallel.parameter_server.messages import (
     NOTICE_TAG,
     REQUEST_TAG,
@@ -24,7 +22,7 @@ from mpicoll.parallel.parameter_server.messages import (
     tag_of,
 )
 from mpicoll.parallel.parameter_server.plan import Bucket
-from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT, Pace
+from mpicoll.parallel.parameter_server.transfers import Transfer, Transfers
 from mpicoll.transport.base import Pending
 
 _WINDOW = 4
@@ -33,11 +31,12 @@ any makes MPI move all."""
 
 
 class WorkerState:
-    """A worker, as a server sees it."""
+    """Worker `rank`, as a server sees it. `link` is its index in `transfers`."""
 
-    def __init__(self, link: Link, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, transfers: Transfers, link: int, rank: int, buckets: Sequence[Bucket]) -> None:
+        self._transfers = transfers
         self.link = link
-        self.rank = link.rank
+        self.rank = rank
         self.alive = True
         """False when it has left or died."""
         self.flag = 0
@@ -58,22 +57,22 @@ class WorkerState:
         self._sparse = [index for index, bucket in enumerate(buckets) if bucket.sparse]
         self._dense = [index for index, bucket in enumerate(buckets) if not bucket.sparse]
         self._arriving: dict[int, list[Pending]] = {}
-        self._queue: deque[tuple[int, Array]] = deque()
-        self._sends: dict[int, Pending] = {}
-        self._begins: dict[int, tuple[float, int]] = {}
-        self._pace = Pace()
+        self._sends: dict[int, Transfer] = {}
         self._unanswered: list[int] = []
         self._wanted_rows: dict[int, Array] = {}
         self._row_requests: list[Pending] = []
         self._request = request_memory(len(self._sparse))
         self._held: Request | None = None
-        self._next: Pending | None = link.recv(self._request, REQUEST_TAG)
+        self._next: Pending | None = self._recv(self._request, REQUEST_TAG)
         for index in self._dense:
             self.gradients[index] = np.empty(buckets[index].nbytes, np.uint8)
             self._receive_gradient(index)
 
     def _receive_gradient(self, index: int) -> None:
-        self._arriving[index] = [self.link.recv(self.gradients[index], tag_of(index, Payload.GRADIENT))]
+        self._arriving[index] = [self._recv(self.gradients[index], tag_of(index, Payload.GRADIENT))]
+
+    def _recv(self, memory: Array, tag: int) -> Pending:
+        return self._transfers.recv(self.link, memory, tag)
 
     def poll(self) -> bool:
         """Take note of what has arrived. Return True if there was anything. Raises RankFailed if the worker died."""
@@ -85,9 +84,9 @@ class WorkerState:
             request, self._held = self._held, None
             self._take(request)
             if self.alive:
-                self._next = self.link.recv(self._request, REQUEST_TAG)
+                self._next = self._recv(self._request, REQUEST_TAG)
             progressed = True
-        for index in list(self._arriving)[:_WINDOW]:
+        for index in list(islice(self._arriving, _WINDOW)):
             if all(one.test() is not None for one in self._arriving[index]):
                 del self._arriving[index]
                 self.arrived.add(index)
@@ -95,19 +94,17 @@ class WorkerState:
         if self._row_requests and all(one.test() is not None for one in self._row_requests):
             self._row_requests = []
             progressed = True
-        for index in list(self._sends):
+        for index in list(islice(self._sends, _WINDOW)):
             if self._sends[index].test() is not None:
                 del self._sends[index]
-                self._pace.end(*self._begins.pop(index))
                 progressed = True
-        self._start_sends()
         return progressed
 
     def _may_take(self, request: Request) -> bool:
         """Return True unless `request` has to wait until the last push has been applied, or the last pull answered."""
         if request.kind is Kind.PULL:
             return self.pull is None
-        return self.push is None and (request.kind is Kind.PUSH or not (self._sends or self._queue))
+        return self.push is None and (request.kind is Kind.PUSH or not self._sends)
 
     def _take(self, request: Request) -> None:
         if request.kind is Kind.PUSH:
@@ -122,19 +119,19 @@ class WorkerState:
             for index, count in zip(self._sparse, request.counts, strict=True):
                 if count != WHOLE:
                     rows = self._wanted_rows[index] = np.empty(count, np.int64)
-                    self._row_requests.append(self.link.recv(rows.view(np.uint8), tag_of(index, Payload.PULLED_ROWS)))
+                    self._row_requests.append(self._recv(rows.view(np.uint8), tag_of(index, Payload.PULLED_ROWS)))
         else:
             self.flag = request.flag
             self.leave()
-            self.link.send(encode_notice(None), NOTICE_TAG)
+            self._transfers.send(self.link, encode_notice(None), NOTICE_TAG)
 
     def _receive_rows(self, index: int, count: int) -> None:
         bucket = self._buckets[index]
         self.rows[index] = np.empty(count, np.int64)
         self.gradients[index] = np.empty(count * bucket.row * bucket.itemsize, np.uint8)
         self._arriving[index] = [
-            self.link.recv(self.rows[index].view(np.uint8), tag_of(index, Payload.PUSHED_ROWS)),
-            self.link.recv(self.gradients[index], tag_of(index, Payload.GRADIENT)),
+            self._recv(self.rows[index].view(np.uint8), tag_of(index, Payload.PUSHED_ROWS)),
+            self._recv(self.gradients[index], tag_of(index, Payload.GRADIENT)),
         ]
 
     def has_arrived(self) -> bool:
@@ -154,7 +151,7 @@ class WorkerState:
 
     def is_sending(self, index: int) -> bool:
         """Return True if the weights of a bucket are being sent."""
-        return index in self._sends or any(index == queued for queued, _ in self._queue)
+        return index in self._sends
 
     def list_unanswered(self) -> list[int]:
         """Return the buckets that the current pull still has to be sent."""
@@ -170,15 +167,8 @@ class WorkerState:
             weights = weights.reshape(-1, bucket.row * bucket.itemsize)[rows].reshape(-1)
         elif copy:
             weights = weights.copy()
-        self._queue.append((index, weights))
+        self._sends[index] = self._transfers.send_in_turn(self.link, weights, tag_of(index, Payload.WEIGHTS))
         self._unanswered.remove(index)
-        self._start_sends()
-
-    def _start_sends(self) -> None:
-        while self._queue and len(self._sends) < IN_FLIGHT and self._pace.may_start():
-            index, weights = self._queue.popleft()
-            self._begins[index] = time.monotonic(), int(weights.nbytes)
-            self._sends[index] = self.link.send(weights, tag_of(index, Payload.WEIGHTS))
 
     def finish_pull(self) -> bool:
         """Take note that the pull was answered, if it was; return True then."""
@@ -204,7 +194,7 @@ class WorkerState:
                     return False
                 request = decode_request(self._request)
                 if request.kind is not Kind.LEAVE:
-                    self._next = self.link.recv(self._request, REQUEST_TAG)
+                    self._next = self._recv(self._request, REQUEST_TAG)
         except RankFailed:
             return False
         self.flag = request.flag
@@ -218,4 +208,3 @@ class WorkerState:
         self.arrived.clear()
         self._arriving.clear()
         self._sends.clear()
-        self._queue.clear()

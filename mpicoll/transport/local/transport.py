@@ -276,6 +276,9 @@ class LocalTransport:
     def bind_line_end(self, *args: Any) -> None:
         """Return None: only Python can pass values."""
 
+    def bind_background_messages(self, peers: Sequence[int]) -> None:
+        """Return None: messages move by themselves."""
+
     def matches_own_message(self, tag: int) -> bool:
         with self.job.changed:
             message = LocalMessage(self.rank, tag, b"", 0.0)

@@ -16,12 +16,12 @@ from mpi4py import MPI
 from mpicoll.extension import find_missing_reason, list_pending_messages, test_pending_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from mpicoll._shm import Conclude, LineEnd, MessageCall, PendingMessage
+    from mpicoll._shm import BackgroundMessages, Conclude, LineEnd, MessageCall, PendingMessage
     from mpicoll.transport.base import Route, Traffic
 
-_MARKS = 0x12345678, 0x23456789
+_MARKS = 0x12345678, 0x23456789, 0x3456789A
 """Values of the fields of a status, by which their places are found."""
 
 
@@ -76,6 +76,15 @@ def bind_line_end(
     return LineEnd(handle, MPI.ANY_TAG, *values, *counters, make_error, adopt)
 
 
+def bind_background_messages(comm: MPI.Intracomm, traffic: Traffic, peers: Sequence[int]) -> BackgroundMessages | None:
+    """Return what moves messages to and from `peers` on `comm` in a thread; None if that can't be done."""
+    if not find_functions():
+        return None
+    from mpicoll._shm import BackgroundMessages
+
+    return BackgroundMessages(MPI._handleof(comm), tuple(peers), traffic.sends, traffic.receives)
+
+
 def list_started_receives(comm: MPI.Intracomm) -> list[tuple[int | None, int | None]]:
     """Return source and tag (None: any) of the receives that the extension has started on `comm` and for which no
     message has arrived."""
@@ -102,13 +111,14 @@ def find_functions() -> bool:
     return set_mpi(MPI.__file__, sizes.pop(), MPI._sizeof(MPI.Status), *places, MPI._handleof(MPI.BYTE))
 
 
-def _find_status_fields() -> tuple[int, int] | None:
-    """Return the places of source and tag in a status, in bytes; None if they can't be found."""
+def _find_status_fields() -> tuple[int, int, int] | None:
+    """Return the places of source, tag and error in a status, in bytes; None if they can't be found."""
     status = MPI.Status()
     status.Set_source(_MARKS[0])
     status.Set_tag(_MARKS[1])
+    status.Set_error(_MARKS[2])
     memory = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
     marks = [struct.pack("i", mark) for mark in _MARKS]
     if any(memory.count(mark) != 1 for mark in marks):
         return None
-    return memory.index(marks[0]), memory.index(marks[1])
+    return memory.index(marks[0]), memory.index(marks[1]), memory.index(marks[2])

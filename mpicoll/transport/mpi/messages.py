@@ -27,6 +27,7 @@ from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
     from mpicoll._shm import LineEnd, MessageCall, PendingMessage
+    from mpicoll.transport.mpi.background_messages import MpiBackgroundQueue
 
 R = TypeVar("R")
 
@@ -265,6 +266,13 @@ class MessagePassing:
 
         values = peer, like, nbytes, sync_tags, plain_tags, acknowledgement_tag
         return bind_line_end(self._p2p, self.traffic, values, self._make_error, self._adopt)
+
+    def bind_background_messages(self, peers: Sequence[int]) -> MpiBackgroundQueue | None:
+        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            return None
+        from mpicoll.transport.mpi.background_messages import make_queue
+
+        return make_queue(self._p2p, self.traffic, peers, self._make_transfer_error)
 
     def _adopt(self, request: int, data: Memory, received: tuple[int, int] | None) -> MpiPending:
         """Return the transfer of an MPI request, by its handle, that the extension has started."""

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from mpi4py import MPI
 
@@ -100,15 +100,23 @@ class MpiPending:
         return self._done
 
 
+class ActiveTransfer(Protocol):
+    """A transfer, and what it receives."""
+
+    takes: PostedRecv
+
+    def test(self) -> Envelope | None: ...
+
+
 class ActiveTransfers:
     """All transfers that MPI may still be carrying out. MPI uses their memory even if the program has dropped the
     requests and the communicator, so this registry keeps it alive."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.pending: dict[int, MpiPending] = {}
+        self.pending: dict[int, ActiveTransfer] = {}
 
-    def add(self, pending: MpiPending) -> None:
+    def add(self, pending: ActiveTransfer) -> None:
         """Register `pending`, and test the two oldest transfers."""
         self.test_oldest()
         with self._lock:
@@ -127,7 +135,7 @@ class ActiveTransfers:
             with suppress(CommunicationError):  # raised again by the transfer's own wait
                 one.test()
 
-    def remove(self, pending: MpiPending) -> None:
+    def remove(self, pending: ActiveTransfer) -> None:
         """Unregister `pending`, which has completed or failed."""
         with self._lock:
             self.pending.pop(id(pending), None)

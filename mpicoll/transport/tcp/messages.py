@@ -295,6 +295,9 @@ class MessagePassing:
     def bind_line_end(self, *args: Any) -> None:
         """Return None: only Python can pass values."""
 
+    def bind_background_messages(self, peers: Sequence[int]) -> None:
+        """Return None: messages move by themselves."""
+
     def matches_own_message(self, tag: int) -> bool:
         return any(source in (None, self.rank) and wanted in (None, tag) for source, wanted in self._list_posted())
 

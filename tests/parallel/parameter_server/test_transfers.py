@@ -13,7 +13,7 @@ import mpicoll
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker, links, transfers
 from mpicoll.parallel.parameter_server.links import Links
-from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT, Pace
+from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT, Pace, PolledTransfers
 
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -78,7 +78,8 @@ def test_waits_look_without_a_pause_after_a_short_one_only(monkeypatch: pytest.M
         now[0] += seconds
         sleeps[0] += 1
 
-    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    for module in (links, transfers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
 
     def wait_for(waiting: Any, seconds: float) -> tuple[int, int]:
         end, looks[0], sleeps[0] = now[0] + seconds, 0, 0
@@ -94,6 +95,7 @@ def test_waits_look_without_a_pause_after_a_short_one_only(monkeypatch: pytest.M
         waiting: Any = object.__new__(Links)
         waiting._core, waiting._job = core_of(mpicoll.world()), SimpleNamespace(survives_deaths=True)
         waiting._last_wait, waiting.servers = 0.0, None
+        waiting.transfers = PolledTransfers([], driven=False)
         assert wait_for(waiting, 0.0) == (2, 0)
         spun, slept = wait_for(waiting, 4e-3)
         assert spun > 20 + slept
