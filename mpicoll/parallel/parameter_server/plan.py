@@ -2,7 +2,8 @@
 
 Dense tensors are laid one after the other in the reverse of their order, the order in which backward produces their
 gradients, and are cut into buckets; each bucket is cut into one slice for each server. So all servers hold the same
-number of bytes, except for some elements, and all take part in each moment of a step. Tensors with sparse gradients
+number of bytes, except for some elements, and all take part in each moment of a step. The last buckets get shorter and
+shorter: what backward computes last still has to be sent, and its weights to come back. Tensors with sparse gradients
 are cut between rows. Where an optimizer needs whole tensors, each tensor is on the server that has the least bytes.
 """
 
@@ -15,6 +16,13 @@ from typing import NamedTuple
 BUCKET_BYTES = 1 << 19
 """Default size of a message in bytes: long enough for the bandwidth of a network, short enough that the server updates
 one bucket while the next one arrives."""
+
+
+_LAST_BYTES = 1 << 16
+"""Size of the last message, where there are many."""
+
+_MANY = 4
+"""Messages of the full size from which the last ones are shorter: a small model is sent at once."""
 
 
 class TensorSpec(NamedTuple):
@@ -103,14 +111,27 @@ def _divide_by_bytes(
     total = sum(specs[index].size for index in indices)
     length = max(1, servers * (bucket_bytes // itemsize))
     found: list[list[Bucket]] = [[] for _ in range(servers)]
-    for begin in range(0, total, length):
-        count = min(length, total - begin)
+    last = min(length, servers * (_LAST_BYTES // itemsize))
+    begin = 0
+    for count in _divide_length(total, length, last):
         for server, buckets in enumerate(found):
-            first, last = (begin + count * edge // servers for edge in (server, server + 1))
-            if last > first:
-                parts = tuple(_cut(specs, indices, first, last))
+            first, stop = (begin + count * edge // servers for edge in (server, server + 1))
+            if stop > first:
+                parts = tuple(_cut(specs, indices, first, stop))
                 buckets.append(Bucket(specs[indices[0]].dtype, itemsize, parts))
+        begin += count
     return found
+
+
+def _divide_length(total: int, length: int, last: int) -> Iterator[int]:
+    """Yield the numbers of elements of buckets, at most `length`. Where there are many, the last ones halve what is
+    left, down to about `last`."""
+    left = total
+    while left:
+        halve = total >= _MANY * length and last < left < 2 * length
+        count = min(length, max(last, left // 2) if halve else left)
+        yield count
+        left -= count
 
 
 def _cut(specs: Sequence[TensorSpec], indices: Sequence[int], first: int, last: int) -> Iterator[Part]:

@@ -51,7 +51,7 @@ class ParameterServer:
         max_norm: the norm to which gradients are clipped, over all tensors and servers: of the gradient of an update in
             mode "sync", of the gradient of a push in the others.
         reduction: "mean" or "sum" of the workers' gradients in mode "sync".
-        bucket_bytes: the size of a message.
+        bucket_bytes: the largest size of a message, unless `whole_tensors`; the last ones of a step are shorter.
         whole_tensors: do not cut tensors, for optimizers whose state depends on their shapes.
         comm: the communicator; None is :func:`mpicoll.world`.
         timeout: seconds without a message from a worker, after which Timeout is raised; by default the communicator's.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from mpicoll.parallel.parameter_server.plan import Bucket, TensorSpec, make_plan
+from mpicoll.parallel.parameter_server.plan import BUCKET_BYTES, Bucket, TensorSpec, make_plan
 
 SPECS = (
     TensorSpec("large", (50, 7), "float64", 8),
@@ -52,6 +54,22 @@ def test_every_element_is_on_one_server(servers: int, nbytes: int, whole: bool) 
 def test_gradients_that_backward_computes_first_are_sent_first() -> None:
     first = make_plan(SPECS, 2, 1 << 20)[0][0]
     assert SPECS[first.parts[0].tensor].name == "last"
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_the_last_messages_of_a_large_model_are_short(servers: int) -> None:
+    """The last gradient of backward still has to be sent, and its weights to come back."""
+    for size in (4 << 17, (5 << 17) + 1, 1_300_000, 9_999_999):
+        plan = make_plan([TensorSpec("w", (servers * size,), "float32", 4)], servers)
+        for buckets in plan:
+            sizes = [bucket.nbytes for bucket in buckets]
+            assert sizes[:3] == [BUCKET_BYTES] * 3
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[-1] <= 1 << 16
+            assert all(2 * after >= before - 8 for before, after in pairwise(sizes[:-1]))
+            assert abs(sum(sizes) - 4 * size) <= 4 * len(sizes)
+    (small,) = make_plan([TensorSpec("w", (400_000,), "float32", 4)], 1)
+    assert len(small) == 4
 
 
 def test_rows_are_not_cut() -> None:
