@@ -53,6 +53,8 @@ class TorchUpdater:
                 named.append((f"{spec.name}[{part.start}:{part.stop}]" if count < spec.size else spec.name, parameter))
         # An optimizer refuses to have no parameters, as on a server of a very small model.
         self.optimizer: Any = make_optimizer(named) if named else None
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self._group_of = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
         self.scheduler = None if make_scheduler is None or self.optimizer is None else make_scheduler(self.optimizer)
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, cut=cut)
@@ -126,7 +128,18 @@ class TorchUpdater:
     def _step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the optimizer update `parameters`, the only ones that have gradients."""
         assert self.optimizer is not None
-        self.optimizer.step()
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        # A step looks at all of its parameters, and there is one for each bucket.
+        for group in groups:
+            group["params"] = []
+        for parameter in parameters:
+            groups[self._group_of[id(parameter)]]["params"].append(parameter)
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
         for parameter in parameters:
             parameter.grad = None
 
