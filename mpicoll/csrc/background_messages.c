@@ -6,9 +6,11 @@
  *
  * Receives and plain sends are started by the caller. Sends in turn are started by the thread, few at a time to each
  * rank: MPI moves all that have been started side by side, so that all would arrive at the end, and none could be
- * answered while others arrive. They start at a distance from each other, which depends on how long the last one has
- * taken: large messages that start together arrive together, in turns with those of the other direction, whose
- * handshakes wait behind their data, and half the bandwidth is lost.
+ * answered while others arrive.
+ *
+ * A message consists of pieces that MPI sends without a handshake where its messages go through sockets: the handshakes
+ * of large messages wait behind the data of the other direction, and a third of the bandwidth is lost. The last piece
+ * is sent synchronously: without that a send would complete before it has left, and MPI would keep a copy of all.
  *
  * A message has a state, which the thread sets last, and which is read without a lock. Lists that the thread and its
  * callers share are used under the mutex, which no thread holds while it calls MPI or Python.
@@ -37,17 +39,13 @@
 #include "mpi_library.h"
 
 enum {
-    IN_FLIGHT = 2,               /* sends in turn to one rank */
-    PACED_BYTES = 256 << 10,     /* of sends after which others wait: shorter ones say nothing of the bandwidth */
-    SHORTEST_NAP = 100000,       /* nanoseconds between two looks of the thread */
+    IN_FLIGHT = 4,          /* sends in turn to one rank: their data and the answers to them are on their way */
+    PIECE_BYTES = 60 << 10, /* with its header less than the 64 KiB that Open MPI sends at once by TCP */
+    SHORTEST_NAP = 100000,  /* nanoseconds between two looks of the thread */
     LONGEST_NAP = 5000000,
-    NAP_SHARE = 1000,            /* of the time since something has happened */
-    LONGEST_DISTANCE = 10000000, /* nanoseconds between two sends: one that was received late says nothing either */
+    NAP_SHARE = 1000, /* of the time since something has happened */
     CANCEL_SECONDS = 10
 };
-
-/* Distance of two sends, as a share of that at full bandwidth. */
-static const double DISTANCE = 0.75;
 
 typedef enum { PENDING, DONE, FAILED, CANCELLED } State;
 
@@ -62,11 +60,12 @@ struct BackgroundMessage {
     int lane, tag;
     bool sends, in_turn;
     atomic_bool cancelling; /* a caller waits for that */
-    bool cancelled;         /* MPI was asked for it */
+    bool asked;             /* MPI, to cancel it */
+    bool cancelled;         /* some of it was */
+    int left;               /* pieces that have not completed */
     int source, source_tag; /* of a message that has arrived */
     int64_t nbytes;
-    Handle request;
-    uint64_t begin;
+    Handle *requests; /* of the pieces that the caller has started */
     Message *next;
 };
 
@@ -79,8 +78,6 @@ typedef struct {
     int peer;
     int in_flight;
     List waiting;
-    uint64_t next; /* time at which one may start */
-    uint64_t distance;
 } Lane;
 
 typedef struct {
@@ -100,8 +97,8 @@ typedef struct {
     /* Of the thread. */
     Lane *lanes;
     int lane_count;
-    Message **active; /* started, and not completed */
-    char *requests;   /* theirs, as MPI has them in arrays */
+    Message **active; /* of each piece that was started and has not completed */
+    char *requests;   /* of these pieces, as MPI has them in arrays */
     int *indices;     /* of those that have completed */
     char *statuses;
     int active_count, capacity;
@@ -165,12 +162,17 @@ static bool extend(void *array, size_t nbytes)
     return longer != NULL;
 }
 
-/* Make room for one more active message. Returns false if memory is missing. */
-static bool reserve(Messages *all)
+static int count_pieces(const Message *one)
 {
-    if (all->active_count < all->capacity)
+    return one->memory.len == 0 ? 1 : (int)((one->memory.len + PIECE_BYTES - 1) / PIECE_BYTES);
+}
+
+/* Make room for the pieces of one more message. Returns false if memory is missing. */
+static bool reserve(Messages *all, const Message *one)
+{
+    const size_t needed = (size_t)all->active_count + (size_t)count_pieces(one), capacity = 2 * needed + 64;
+    if (needed <= (size_t)all->capacity)
         return true;
-    const size_t capacity = 2 * (size_t)all->capacity + 64;
     if (!extend(&all->active, capacity * sizeof *all->active) || !extend(&all->requests, capacity * sizeof(Handle)) ||
         !extend(&all->indices, capacity * sizeof *all->indices) ||
         !extend(&all->statuses, capacity * sizeof(Status)))
@@ -179,23 +181,37 @@ static bool reserve(Messages *all)
     return true;
 }
 
-static void activate(Messages *all, Message *one)
+static void activate(Messages *all, Message *one, const Handle *request)
 {
     const size_t width = (size_t)mpi.handle_bytes;
-    memcpy(all->requests + (size_t)all->active_count * width, &one->request, width);
+    memcpy(all->requests + (size_t)all->active_count * width, request, width);
     all->active[all->active_count++] = one;
+}
+
+/* Start a piece of a message. Returns MPI's error code. */
+static int start_piece(const Messages *all, const Message *one, int piece, Handle *request)
+{
+    const int peer = all->lanes[one->lane].peer, last = count_pieces(one) - 1;
+    char *data = (char *)one->memory.buf + (size_t)piece * PIECE_BYTES;
+    const int nbytes = piece < last ? PIECE_BYTES : (int)(one->memory.len - (Py_ssize_t)last * PIECE_BYTES);
+    if (!one->sends)
+        return mpi.irecv(data, nbytes, mpi.byte, peer, one->tag, all->comm, request);
+    if (one->in_turn && piece == last)
+        return mpi.issend(data, nbytes, mpi.byte, peer, one->tag, all->comm, request);
+    return mpi.isend(data, nbytes, mpi.byte, peer, one->tag, all->comm, request);
 }
 
 /* Take over what callers have added. The mutex is held. Returns false if there was nothing. */
 static bool take_up(Messages *all)
 {
     bool found = false;
-    while (all->added.first != NULL && (all->added.first->in_turn || reserve(all))) {
+    while (all->added.first != NULL && (all->added.first->in_turn || reserve(all, all->added.first))) {
         Message *one = pop(&all->added);
         if (one->in_turn)
             append(&all->lanes[one->lane].waiting, one);
         else
-            activate(all, one);
+            for (int piece = 0; piece < one->left; piece++)
+                activate(all, one, &one->requests[piece]);
         found = true;
     }
     return found;
@@ -203,64 +219,59 @@ static bool take_up(Messages *all)
 
 static bool may_start(const Lane *lane) { return lane->waiting.first != NULL && lane->in_flight < IN_FLIGHT; }
 
+static void end_message(Messages *all, Message *one)
+{
+    if (one->in_turn)
+        all->lanes[one->lane].in_flight--;
+    const bool whole = one->code == 0 && (one->sends || one->nbytes == one->memory.len);
+    settle(all, one, one->cancelled ? CANCELLED : whole ? DONE : FAILED);
+}
+
 /* Start the sends whose turn it is. Returns false if there was none. */
 static bool start_sends(Messages *all)
 {
     bool found = false;
     for (Lane *lane = all->lanes; lane < all->lanes + all->lane_count; lane++) {
-        for (uint64_t now; may_start(lane) && (now = read_time()) >= lane->next && reserve(all);) {
+        while (may_start(lane) && reserve(all, lane->waiting.first)) {
             Message *one = pop(&lane->waiting);
-            one->begin = now;
-            lane->next = now + lane->distance;
-            one->code = mpi.isend(one->memory.buf, (int)one->memory.len, mpi.byte, lane->peer, one->tag, all->comm,
-                                  &one->request);
-            if (one->code == 0) {
-                lane->in_flight++;
-                activate(all, one);
-            } else {
-                settle(all, one, FAILED);
+            const int pieces = count_pieces(one);
+            lane->in_flight++;
+            for (int piece = 0; piece < pieces && one->code == 0; piece++) {
+                Handle request = {0};
+                one->code = start_piece(all, one, piece, &request);
+                if (one->code == 0) {
+                    one->left++;
+                    activate(all, one, &request);
+                }
             }
+            if (one->left == 0)
+                end_message(all, one);
             found = true;
         }
     }
     return found;
 }
 
-static void end_send_in_turn(Lane *lane, const Message *one)
+static void end_piece(Messages *all, Message *one, int code, const Status *status)
 {
-    lane->in_flight--;
-    uint64_t distance = 0;
-    if (one->memory.len >= PACED_BYTES)
-        distance = (uint64_t)(DISTANCE * (double)(read_time() - one->begin) / IN_FLIGHT);
-    lane->distance = distance < LONGEST_DISTANCE ? distance : LONGEST_DISTANCE;
-}
-
-static State read_outcome(Message *one, const Status *status)
-{
+    int64_t nbytes = 0;
     int cancelled = 0;
-    if (one->cancelled && mpi.test_cancelled(status, &cancelled) == 0 && cancelled)
-        return CANCELLED;
-    memcpy(&one->source, status->bytes + mpi.source_offset, sizeof one->source);
-    memcpy(&one->source_tag, status->bytes + mpi.tag_offset, sizeof one->source_tag);
-    if (mpi.get_elements(status, mpi.byte, &one->nbytes) != 0)
-        one->nbytes = -1;
-    /* Some libraries report no error for a message that is too large. */
-    return one->code == 0 && one->nbytes <= one->memory.len ? DONE : FAILED;
+    if (code != 0)
+        one->code = code;
+    if (!one->sends && one->asked && (mpi.test_cancelled(status, &cancelled) != 0 || cancelled)) {
+        one->cancelled = true;
+    } else if (!one->sends) {
+        memcpy(&one->source, status->bytes + mpi.source_offset, sizeof one->source);
+        memcpy(&one->source_tag, status->bytes + mpi.tag_offset, sizeof one->source_tag);
+        if (mpi.get_elements(status, mpi.byte, &nbytes) == 0)
+            one->nbytes += nbytes;
+    }
+    if (--one->left == 0)
+        end_message(all, one);
 }
 
-static void end_message(Messages *all, Message *one, int code, const Status *status)
-{
-    one->code = code;
-    State state = code == 0 ? DONE : FAILED;
-    if (!one->sends)
-        state = read_outcome(one, status);
-    else if (one->in_turn)
-        end_send_in_turn(&all->lanes[one->lane], one);
-    settle(all, one, state);
-}
-
-/* End the messages at `count` indices, for all of which MPI has returned `code`. */
-static void end_messages(Messages *all, int count, int code)
+/* End the pieces at `count` indices, for all of which MPI has returned `code`. */
+static void end_pieces(Messages *all, int count, int code)
 {
     const size_t width = (size_t)mpi.handle_bytes;
     for (int i = 0; i < count; i++) {
@@ -269,7 +280,7 @@ static void end_messages(Messages *all, int count, int code)
         int error = 0;
         if (code != 0) /* only then the field is set */
             memcpy(&error, status.bytes + mpi.error_offset, sizeof error);
-        end_message(all, all->active[all->indices[i]], error, &status);
+        end_piece(all, all->active[all->indices[i]], error, &status);
         all->active[all->indices[i]] = NULL;
     }
     int left = 0;
@@ -295,13 +306,13 @@ static bool complete_messages(Messages *all)
             /* An error that MPI ascribes to none of them: it reports none of them any more. */
             const Status none = {{0}};
             for (int i = 0; i < all->active_count; i++)
-                end_message(all, all->active[i], code, &none);
+                end_piece(all, all->active[i], code, &none);
             all->active_count = 0;
             return true;
         }
         if (completed <= 0 || completed > all->active_count) /* it is MPI_UNDEFINED where no request is active */
             break;
-        end_messages(all, completed, code);
+        end_pieces(all, completed, code);
         found = true;
     }
     return found;
@@ -311,13 +322,15 @@ static void cancel_receives(Messages *all)
 {
     for (int i = 0; i < all->active_count; i++) {
         Message *one = all->active[i];
-        if (one->cancelling && !one->cancelled) {
-            one->cancelled = true;
+        if (one->cancelling) {
+            one->asked = true;
             Handle request = {0};
             memcpy(&request, all->requests + (size_t)i * (size_t)mpi.handle_bytes, (size_t)mpi.handle_bytes);
             mpi.cancel(&request); /* it completes, in any case */
         }
     }
+    for (int i = 0; i < all->active_count; i++)
+        all->active[i]->cancelling = false; /* MPI is asked once */
 }
 
 /* Return the time of the next look, after one to no effect. 0: there is nothing to look for. */
@@ -331,8 +344,6 @@ static uint64_t find_next_look(const Messages *all, uint64_t last)
         nap = LONGEST_NAP;
     bool waiting = all->active_count > 0 || all->added.first != NULL;
     for (const Lane *lane = all->lanes; lane < all->lanes + all->lane_count; lane++) {
-        if (may_start(lane) && lane->next < now + nap)
-            nap = lane->next > now ? lane->next - now : 1;
         waiting = waiting || lane->waiting.first != NULL;
     }
     return waiting ? now + nap : 0;
@@ -446,7 +457,6 @@ static Message *make_message(Messages *all, PyObject *array, int lane, int tag, 
     one->sends = sends;
     one->in_turn = in_turn;
     one->source = one->source_tag = -1;
-    one->nbytes = -1;
     const int status = PyObject_GetBuffer(array, &one->memory, sends ? PyBUF_SIMPLE : PyBUF_WRITABLE);
     if (status == 0 && one->memory.len > INT_MAX)
         PyErr_SetString(PyExc_ValueError, "BackgroundMessages: the message is too large");
@@ -457,9 +467,36 @@ static Message *make_message(Messages *all, PyObject *array, int lane, int tag, 
     return one;
 }
 
-/* Hand a message over to the thread. */
-static void add(Messages *all, Message *one)
+/* Start a message that is not sent in turn. Returns false, with an exception, if memory is missing. */
+static bool start_pieces(Messages *all, Message *one)
 {
+    const int pieces = count_pieces(one);
+    one->requests = calloc((size_t)pieces, sizeof *one->requests);
+    if (one->requests == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    while (one->left < pieces && one->code == 0) {
+        one->code = start_piece(all, one, one->left, &one->requests[one->left]);
+        if (one->code == 0)
+            one->left++;
+    }
+    Py_END_ALLOW_THREADS
+    return true;
+}
+
+/* Start a message, or have the thread do so, which looks after it then. Returns it. */
+static PyObject *hand_over(Messages *all, Message *one)
+{
+    if (!one->in_turn && !start_pieces(all, one)) {
+        Py_DECREF((PyObject *)one);
+        return NULL;
+    }
+    if (!one->in_turn && one->left == 0) {
+        one->state = FAILED;
+        return (PyObject *)one;
+    }
     Py_INCREF((PyObject *)one);
     pthread_mutex_lock(&all->mutex);
     append(&all->added, one);
@@ -469,6 +506,7 @@ static void add(Messages *all, Message *one)
         pthread_cond_signal(&all->work);
     pthread_mutex_unlock(&all->mutex);
     release_ended(all);
+    return (PyObject *)one;
 }
 
 static PyObject *send_message(PyObject *self, PyObject *args)
@@ -485,17 +523,7 @@ static PyObject *send_message(PyObject *self, PyObject *args)
         Py_DECREF((PyObject *)one);
         return NULL;
     }
-    if (!in_turn) {
-        Py_BEGIN_ALLOW_THREADS
-        one->code = mpi.isend(one->memory.buf, (int)one->memory.len, mpi.byte, all->lanes[lane].peer, tag, all->comm,
-                              &one->request);
-        Py_END_ALLOW_THREADS
-    }
-    if (one->code == 0)
-        add(all, one);
-    else
-        one->state = FAILED;
-    return (PyObject *)one;
+    return hand_over(all, one);
 }
 
 static PyObject *receive_message(PyObject *self, PyObject *args)
@@ -509,15 +537,7 @@ static PyObject *receive_message(PyObject *self, PyObject *args)
     if (one == NULL)
         return NULL;
     one->received = Py_NewRef(all->received);
-    Py_BEGIN_ALLOW_THREADS
-    one->code = mpi.irecv(one->memory.buf, (int)one->memory.len, mpi.byte, all->lanes[lane].peer, tag, all->comm,
-                          &one->request);
-    Py_END_ALLOW_THREADS
-    if (one->code == 0)
-        add(all, one);
-    else
-        one->state = FAILED;
-    return (PyObject *)one;
+    return hand_over(all, one);
 }
 
 static PyObject *wait_for_completion(PyObject *self, PyObject *args)
@@ -602,7 +622,7 @@ static PyObject *test_message(PyObject *self, PyObject *unused)
             return NULL;
     }
     return Py_BuildValue("(iOiiL)", one->code, state == CANCELLED ? Py_True : Py_False, one->source, one->source_tag,
-                         (long long)one->nbytes);
+                         (long long)(one->cancelled ? -1 : one->nbytes));
 }
 
 /* --- the Python types */
@@ -612,6 +632,7 @@ static void dealloc_message(PyObject *self)
     Message *one = (Message *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyBuffer_Release(&one->memory);
+    free(one->requests);
     Py_XDECREF(one->received);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);

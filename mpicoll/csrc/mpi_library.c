@@ -50,6 +50,7 @@ PyObject *set_mpi(PyObject *module, PyObject *args)
     /* It is never closed: the module stays loaded. */
     void *loaded = dlopen(file, RTLD_LAZY | RTLD_NOLOAD);
     const bool complete = find(loaded, "MPI_Isend", &found.isend) && find(loaded, "MPI_Irecv", &found.irecv) &&
+                          find(loaded, "MPI_Issend", &found.issend) &&
                           find(loaded, "MPI_Iprobe", &found.iprobe) &&
                           find(loaded, "MPI_Improbe", &found.improbe) && find(loaded, "MPI_Mprobe", &found.mprobe) &&
                           find(loaded, "MPI_Imrecv", &found.imrecv) && find(loaded, "MPI_Test", &found.test) &&

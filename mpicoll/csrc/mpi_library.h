@@ -25,6 +25,8 @@ typedef struct {
 typedef struct {
     int (*isend)(const void *data, int count, HandleValue datatype, int dest, int tag, HandleValue comm,
                  Handle *request);
+    int (*issend)(const void *data, int count, HandleValue datatype, int dest, int tag, HandleValue comm,
+                  Handle *request);
     int (*irecv)(void *data, int count, HandleValue datatype, int source, int tag, HandleValue comm, Handle *request);
     int (*iprobe)(int source, int tag, HandleValue comm, int *flag, Status *status);
     int (*improbe)(int source, int tag, HandleValue comm, int *flag, Handle *message, Status *status);

@@ -9,13 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import Timeout
 from mpicoll.parallel.parameter_server.agreement import Job
-from mpicoll.parallel.parameter_server.transfers import Link, make_transfers
-from mpicoll.transport.base import Transport
+from mpicoll.parallel.parameter_server.transfers import (
+    BACKGROUND_BYTES,
+    BackgroundTransfers,
+    Link,
+    PolledTransfers,
+    Transfers,
+)
+from mpicoll.transport.base import BackgroundQueue, Transport
 from mpicoll.transport.waiting import NAP, SPINS, Backoff
 from mpicoll.wording import rank_list
 
@@ -76,13 +83,24 @@ class Links:
             others = job.workers if comm.rank in job.servers else job.servers
             self.links = [Link(self._core.transport, rank, rank) for rank in others]
             self.servers = comm.group(job.servers)
-        is_server = comm.rank in job.servers
-        dense = sum(spec.size * spec.itemsize for spec in job.specs if not spec.sparse)
-        self.transfers = make_transfers(self.links, dense / len(job.servers), driven=is_server)
+        queue = self._bind_queue()
+        self.transfers: Transfers = (
+            PolledTransfers(self.links, driven=comm.rank in job.servers)
+            if queue is None
+            else BackgroundTransfers(self.links, queue)
+        )
         traffic = self._core.transport.traffic
         if traffic is not None:
             # Each side answers the other one while it waits.
             traffic.answered = True
+
+    def _bind_queue(self) -> BackgroundQueue | None:
+        """Return what moves messages in the background, if it can on all ranks, and the model is large enough."""
+        dense = sum(spec.size * spec.itemsize for spec in self._job.specs if not spec.sparse)
+        if self._shared is None or dense < BACKGROUND_BYTES * len(self._job.servers):
+            return None
+        queue = self._core.transport.bind_background_messages([link.peer for link in self.links])
+        return queue if all(allgather_object(queue is not None, comm=self._shared)) else None
 
     def free(self) -> None:
         """Free the communicator of servers and workers, after the end of this rank without an error.

@@ -104,25 +104,8 @@ class Transfers(Protocol):
         """End, when all transfers have."""
 
 
-def make_transfers(links: Sequence[Link], nbytes: float, *, driven: bool) -> Transfers:
-    """Return the transfers on `links`.
-
-    Args:
-        links: the links of this rank.
-        nbytes: of the dense tensors of a server.
-        driven: True if this rank calls `test` all the time that it does not compute.
-    """
-    # Where the death of a rank is survived, each link has a communicator of its own.
-    transports = {id(link.transport): link.transport for link in links}
-    if nbytes >= BACKGROUND_BYTES and len(transports) == 1:
-        queue = links[0].transport.bind_background_messages([link.peer for link in links])
-        if queue is not None:
-            return BackgroundTransfers(links, queue)
-    return PolledTransfers(links, driven=driven)
-
-
 class BackgroundTransfers:
-    """Transfers that a thread of the extension moves."""
+    """Transfers that a thread of the extension moves, on all ranks: it sends messages in pieces."""
 
     announces = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mpicoll.parallel.parameter_server.module import ModuleModel
+
+_WINDOW = 8
+"""Receives of a pull that are tested at a time: they complete in about the order in which they have started."""
 
 
 class Worker:
@@ -349,8 +353,9 @@ class Worker:
         left = pull.pending
 
         def ready() -> bool:
-            for key in [*left][:8]:
-                if left[key].test() is not None:
+            # As long as there is something: nothing announces again what has completed before.
+            while done := [key for key in islice(left, _WINDOW) if left[key].test() is not None]:
+                for key in done:
                     del left[key]
                     if take is not None:
                         take(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,51 @@ def test_messages_that_are_too_large_for_the_thread(monkeypatch: pytest.MonkeyPa
         transfers, weights = train(BACKGROUND_BYTES // 4, 1)
         assert isinstance(transfers, BackgroundTransfers)
         assert (weights == np.float32(expect(world.size - 1))).all()
+
+
+@pytest.mark.extension
+def test_one_rank_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others send their messages in pieces only to those that receive pieces."""
+    from mpicoll.transport.mpi import MpiTransport
+
+    world = mpicoll.world()
+    if world.size > 1:
+        if world.rank == world.size - 1:
+            monkeypatch.setattr(MpiTransport, "bind_background_messages", lambda *args: None)
+        transfers, weights = train(BACKGROUND_BYTES // 4, 1)
+        assert isinstance(transfers, PolledTransfers)
+        assert (weights == np.float32(expect(world.size - 1))).all()
+
+
+@pytest.mark.extension
+def test_a_pull_does_not_wait_for_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing announces it again."""
+    pauses = [0]
+    pause = BackgroundTransfers.pause
+
+    def count(self: BackgroundTransfers, seen: int, seconds: float) -> None:
+        pauses[0] += 1
+        pause(self, seen, seconds)
+
+    monkeypatch.setattr(BackgroundTransfers, "pause", count)
+    world = mpicoll.world()
+    weights = np.zeros(BACKGROUND_BYTES // 4, np.float32)
+    if world.size > 1 and world.rank == 0:
+        ParameterServer(SGD(lr=0.5), bucket_bytes=1 << 15).run()
+    elif world.size > 1:
+        with Worker({"w": weights}, prefetch=True) as worker:
+            worker.pull_weights()
+            worker.push_gradients({"w": weights})
+            early = worker._early
+            assert early is not None
+            assert len(early.pending) > 30
+            limit = time.monotonic() + 30
+            while any(one.test() is None for one in early.pending.values()):
+                assert time.monotonic() < limit
+                time.sleep(1e-3)
+            pauses[0] = 0
+            worker.pull_weights()
+            assert pauses[0] == 0
 
 
 @pytest.mark.extension

@@ -80,7 +80,7 @@ def test_messages_between_all_ranks(end: Any, queue: Any) -> None:
 def test_sends_in_turn_arrive_in_order(end: Any, queue: Any) -> None:
     """Also where the first one is large, and the others would overtake it."""
     right, left = (end.rank + 1) % end.size, (end.rank - 1) % end.size
-    sizes = [2_000_000, 300_000, 300_000, 300_000, 1]
+    sizes = [2_000_000, 300_000, 300_000, 300_000, 1, 1, 300_000, 300_000, 1]
     receives = [queue.recv(left, np.empty(size, np.uint8), number) for number, size in enumerate(sizes)]
     for number, size in enumerate(sizes):
         queue.send(right, np.empty(size, np.uint8), number, in_turn=True)
@@ -88,8 +88,8 @@ def test_sends_in_turn_arrive_in_order(end: Any, queue: Any) -> None:
     while len(begun) < len(sizes):
         seen = queue.completed
         done = {number for number, one in enumerate(receives) if one.test() is not None}
-        # At most two are under way, and only of these one may overtake another.
-        assert all(number <= len(done) for number in done), done
+        # At most four are under way, and only of these one may overtake another.
+        assert all(number < len(done) + 3 for number in done), done
         begun |= done
         queue.pause(seen, 1.0)
     wait_until(lambda: queue.left == 0)
