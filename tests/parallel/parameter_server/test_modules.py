@@ -297,3 +297,30 @@ def test_rules_do_not_update_bfloat16() -> None:
             make()
 
     mpicoll.run_local(body, 2, timeout=20)
+
+
+def test_an_update_of_a_bucket_looks_at_its_parameters_only() -> None:
+    """There is one parameter at least for each bucket: else updates would take the square of the size of the model."""
+    seen: list[int] = []
+
+    def count(optimizer: Any) -> int:
+        return sum(len(group["params"]) for group in optimizer.param_groups)
+
+    def make_optimizer(named: Any) -> Any:
+        optimizer = torch.optim.SGD(named, lr=1.0)
+        optimizer.register_step_pre_hook(lambda one, *_: seen.append(count(one)))
+        return optimizer
+
+    def program() -> int:
+        if mpicoll.world().rank == 0:
+            server = ParameterServer(optimizer=make_optimizer, bucket_bytes=64)
+            server.run()
+            return count(server._updater.optimizer)
+        with Worker(nn.Linear(8, 8)) as worker:
+            worker.push_gradients()
+            worker.pull_weights()
+        return 0
+
+    assert mpicoll.run_local(program, 2)[0] >= 5
+    assert len(seen) >= 5
+    assert max(seen) <= 2
