@@ -25,6 +25,7 @@ from support.launch import mpirun
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.config import config
 
 
 @pytest.fixture
@@ -259,3 +260,148 @@ def _then_at_rest(body: Callable[[], Any]) -> list[Any]:
             synchronize(cuda_device(0).thread_stream())
 
     return mpicoll.run_local(run, 2)
+
+
+# --- arrays of other libraries
+
+
+class Foreign:
+    """An array that another library computes on a `stream`: ones, later. `names` is what its CUDA array interface says
+    of the stream; "dlpack": it has only DLPack, which makes the consumer's stream wait; "both": also an interface of
+    version 2, which names none, as JAX's."""
+
+    def __init__(self, cuda: ModuleType, names: Any, stream: Any, count: int) -> None:
+        self._array = cuda.zeros(count, np.float32)
+        cuda.cuda.get_current_stream().synchronize()
+        self._stream = stream
+        with stream:
+            self._array += 1
+        interface = self._array.__cuda_array_interface__
+        if names not in ("dlpack", "both"):
+            self.__cuda_array_interface__ = {**interface, "version": 3, "stream": names}
+        elif names == "both":
+            self.__cuda_array_interface__ = {**interface, "version": 2}
+            self.__cuda_array_interface__.pop("stream", None)
+        if names in ("dlpack", "both"):
+            self.__dlpack__, self.__dlpack_device__ = self._export, self._array.__dlpack_device__
+
+    def _export(self, **options: Any) -> Any:
+        with self._stream:
+            return self._array.__dlpack__(**options)
+
+    def later(self, value: float) -> None:
+        """Compute again."""
+        with self._stream:
+            self._array.fill(value)
+
+    def get(self) -> np.ndarray:
+        """Read it as its library does, which waits for its stream alone."""
+        with self._stream:
+            return self._array.get()
+
+
+def _streams(cuda: ModuleType) -> dict[str, tuple[Any, Any]]:
+    """By producer: what it names, and the stream of its work."""
+    own = cuda.cuda.Stream(non_blocking=True)
+    return {
+        "a stream": (own.ptr, own),
+        "none": (None, cuda.cuda.Stream()),
+        "legacy": (1, cuda.cuda.Stream()),
+        "per thread": (2, cuda.cuda.Stream(ptds=True)),
+        "dlpack": ("dlpack", cuda.cuda.Stream(non_blocking=True)),
+        "both": ("both", cuda.cuda.Stream(non_blocking=True)),
+    }
+
+
+PRODUCERS = ("a stream", "none", "legacy", "per thread", "dlpack", "both")
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("order", ["host", "stream"])
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_arrays_that_another_library_still_computes(
+    cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, producer: str, order: str
+) -> None:
+    """What is read is what their stream writes, and what their stream reads next is the result."""
+    if not fake_cuda.is_fake(cuda):
+        pytest.skip("on a real device work is done at once, or not, as it happens")
+    setting = config()._replace(cuda_order=order)
+    monkeypatch.setattr("mpicoll.engine.executors.device.config", lambda: setting)
+
+    def body() -> None:
+        world = mpicoll.world()
+        names, stream = _streams(cuda)[producer]
+
+        def make() -> Foreign:
+            return Foreign(cuda, names, stream, 300)
+
+        for algorithm in ("ipc", "shm_flat", "ring"):
+            for turn in range(3):
+                x, out = make(), make()
+                x.later(turn + 2)
+                mpicoll.allreduce(x, out=out, algorithm=algorithm)
+                np.testing.assert_array_equal(out.get(), np.full(300, 2 * (turn + 2)), algorithm)
+                x.later(turn + 3)
+                got = mpicoll.allreduce(x, algorithm=algorithm)
+                values = got.get() if isinstance(got, cuda.ndarray) else np.asarray(got)
+                np.testing.assert_array_equal(values, np.full(300, 2 * (turn + 3)), algorithm)
+        x, out = make(), make()
+        for turn in range(2):
+            x.later(world.rank + turn)
+            out.later(-1)
+            receiving = mpicoll.irecv(source=1 - world.rank, tag=4, out=out)
+            mpicoll.send(x, 1 - world.rank, 4)
+            receiving.wait()
+            np.testing.assert_array_equal(out.get(), np.full(300, 1 - world.rank + turn))
+
+    mpicoll.run_local(body, 2, timeout=60)
+
+
+# --- a device that is lost
+
+LOST = """
+import sys
+import time
+import cupy
+import numpy as np
+import mpicoll
+world = mpicoll.world()
+x = cupy.asarray(np.ones(1000))
+for algorithm in ("ipc", "shm_flat") * 2:
+    mpicoll.allreduce(x, algorithm=algorithm)
+cupy.cuda.get_current_stream().synchronize()
+mpicoll.barrier()
+if world.rank == 1:
+    cupy.cuda.runtime.memsetAsync(x.data.ptr, 0, 1 << 24, 0)  # beyond its end
+for name in sys.argv[1:]:
+    begin = time.monotonic()
+    try:
+        mpicoll.allreduce(x, algorithm=name)
+        if world.rank == 1:
+            x.get()
+        print("returned", flush=True)
+    except (mpicoll.MpicollError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        assert (world.rank == 1) == isinstance(error, cupy.cuda.runtime.CUDARuntimeError), error
+        print(f"rank {world.rank}, {name}: {error}", flush=True)
+    assert time.monotonic() - begin < 5
+print(f"rank {world.rank} ends", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.extension
+@pytest.mark.parametrize("order", ["host", "stream"])
+def test_a_kernel_that_fails_before_a_collective(tmp_path: Path, order: str) -> None:
+    """Its error is raised by each later call of that rank; the others get an error soon, and all end by themselves."""
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    settings = fake_cuda.environment(MPICOLL_CUDA_ORDER=order, MPICOLL_REPORT="off")
+    done = mpirun(2, script, "ipc", "shm_flat", "ipc", **settings)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert sum("rank 1, " in line and "IllegalAddress" in line for line in lines) == 3, done.stdout
+    assert sum("rank 0, " in line for line in lines) >= 2, done.stdout
+    # In the order of streams, the first call has been submitted by then.
+    assert done.stdout.count("returned") <= (order == "stream"), done.stdout
+    assert {"rank 0 ends", "rank 1 ends"} <= set(lines), done.stdout
+    assert "ignored" not in done.stdout, done.stdout

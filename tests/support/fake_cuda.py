@@ -65,6 +65,7 @@ def is_fake(cupy: ModuleType) -> bool:
 
 def remove() -> None:
     """Undo :func:`install`, if that gave the fake."""
+    fakecuda.streams.recover()
     if str(FOLDER) in sys.path:
         sys.path.remove(str(FOLDER))
         _hidden.update(_take_out())

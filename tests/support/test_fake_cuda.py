@@ -388,7 +388,39 @@ def test_a_query_does_not_raise_the_failure(cuda):
     assert runtime.eventQuery(event.ptr) == runtime.streamQuery(stream.ptr) == 700
     with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):
         event.synchronize()
-    runtime.free(address)
+
+
+def test_a_kernel_that_fails_costs_the_device(cuda, devices, opener):
+    devices(2)
+    runtime, x = cuda.cuda.runtime, cuda.ones(3)
+    address, host = runtime.malloc(8), runtime.hostAlloc(8, 0)
+    broken, other = (cuda.cuda.Stream(non_blocking=True) for _ in range(2))
+    waiting, event = fakecuda.delay(other), cuda.cuda.Event()
+    runtime.memsetAsync(address, 0, 9, broken.ptr)
+    with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):
+        broken.synchronize()
+    for call in (
+        other.synchronize,
+        cuda.cuda.Device(0).synchronize,
+        lambda: runtime.malloc(8),
+        lambda: runtime.free(address),
+        lambda: runtime.memcpyAsync(host, address, 8, runtime.memcpyDefault, other.ptr),
+        lambda: event.record(other),
+        lambda: runtime.eventSynchronize(event.ptr),
+        lambda: runtime.streamIsCapturing(other.ptr),
+        lambda: runtime.pointerGetAttributes(address),
+        lambda: runtime.ipcGetMemHandle(address),
+        x.get,
+    ):
+        for _ in range(2):
+            with pytest.raises(runtime.CUDARuntimeError) as raised:
+                call()
+            assert raised.value.status == 700
+    assert runtime.eventQuery(event.ptr) == runtime.streamQuery(other.ptr) == 700
+    assert not waiting.ran
+    with cuda.cuda.Device(1):
+        assert cuda.ones(3).get().tolist() == [1.0] * 3
+    assert opener("cupy.ones(3).get()") == "[1. 1. 1.]"
 
 
 def test_work_runs_once_however_many_threads_wait(cuda):
@@ -510,7 +542,6 @@ def test_a_copy_beyond_the_end_is_an_error(cuda):
     runtime.memsetAsync(address, 0, 17, 0)
     with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):
         runtime.streamSynchronize(0)
-    runtime.free(address)
 
 
 def test_a_host_that_overwrites_too_early_is_met_by_chance(cuda, monkeypatch):
@@ -659,6 +690,7 @@ def test_addresses_are_no_use_without_access_to_the_device(cuda, devices, monkey
     set_ones((2,), (2,), (x.data.ptr,))
     with pytest.raises(runtime.CUDARuntimeError, match="no access to device 1"):
         runtime.streamSynchronize(0)
+    fakecuda.streams.recover()
     runtime.deviceEnablePeerAccess(1)
     with pytest.raises(runtime.CUDARuntimeError, match="AlreadyEnabled"):
         runtime.deviceEnablePeerAccess(1)
@@ -722,7 +754,7 @@ def test_pointers_are_distinguished(cuda):
 # Memory of other processes
 
 _OPENER = """
-import cupy, sys
+import cupy, os, sys
 runtime = cupy.cuda.runtime
 def status(function, *arguments):
     try:
@@ -776,8 +808,23 @@ def test_memory_of_another_process_is_the_same_memory(cuda, opener):
     assert int(opener(f"runtime.ipcOpenMemHandle({handle!r})")) == there
     runtime.free(address)
     assert opener(f"array({there}).get()") == "[nan nan nan nan]"
-    # What lies at that address next can't be opened before the other is closed, as often as it was opened.
-    assert runtime.malloc(32) == address
+    for status in ("None", "None", "-1"):
+        assert opener(f"status(runtime.ipcCloseMemHandle, {there})") == status
+
+
+LARGE = 3 << 20
+"""Bytes of an allocation that shares no block."""
+
+
+def test_memory_that_is_opened_gives_way_to_what_comes_after_it(cuda, opener):
+    """What lies at its address next can't be opened before it is closed, as often as it was opened."""
+    runtime = cuda.cuda.runtime
+    address = runtime.malloc(LARGE)
+    handle = runtime.ipcGetMemHandle(address)
+    there = int(opener(f"runtime.ipcOpenMemHandle({handle!r})"))
+    assert int(opener(f"runtime.ipcOpenMemHandle({handle!r})")) == there
+    runtime.free(address)
+    assert runtime.malloc(LARGE) == address
     fresh = runtime.ipcGetMemHandle(address)
     assert fresh != handle
     for status in ("-208", "-208"):
@@ -788,9 +835,53 @@ def test_memory_of_another_process_is_the_same_memory(cuda, opener):
     runtime.free(address)
 
 
+def test_small_allocations_share_a_block(cuda, opener):
+    """It is opened once for all of them, and stays while any of them is left."""
+    runtime = cuda.cuda.runtime
+    first, second = addresses = [runtime.malloc(32) for _ in range(2)]
+    assert second - first < LARGE
+    for address, value in zip(addresses, (3, 4), strict=True):
+        runtime.memset(address, value, 32)
+    runtime.streamSynchronize(0)
+    handles = [runtime.ipcGetMemHandle(address) for address in addresses]
+    there = [int(opener(f"runtime.ipcOpenMemHandle({handle!r})")) for handle in handles]
+    assert there[1] - there[0] == second - first
+    bits = "array({0}).get().view('u1')[0]"
+    assert [opener(bits.format(one)) for one in there] == ["3", "4"]
+    runtime.free(first)
+    assert opener(bits.format(there[1])) == "4"
+    # What comes next at an address in the block is what was opened.
+    again = runtime.malloc(32)
+    assert again == first
+    runtime.memset(again, 5, 32)
+    runtime.streamSynchronize(0)
+    assert opener(bits.format(there[0])) == "5"
+    assert opener(f"status(runtime.ipcCloseMemHandle, {there[0]})") == "None"
+    assert opener(bits.format(there[1])) == "4"
+    opener("os.environ.update(FAKECUDA_OPEN_ONCE='1')")
+    assert opener(f"status(runtime.ipcOpenMemHandle, {handles[0]!r})") == "-208"
+    assert opener(f"status(runtime.ipcCloseMemHandle, {there[1]})") == "None"
+    assert int(opener(f"status(runtime.ipcOpenMemHandle, {handles[0]!r})")) > 0
+    for address in (again, second):
+        runtime.free(address)
+
+
+def test_memory_is_closed_when_the_device_has_done_its_work(cuda, opener):
+    runtime = cuda.cuda.runtime
+    address = runtime.malloc(32)
+    handle = runtime.ipcGetMemHandle(address)
+    there = opener(f"runtime.ipcOpenMemHandle({handle!r})")
+    opener(f"array({there}).fill(4)")
+    assert opener(f"status(runtime.ipcCloseMemHandle, {there})") == "None"
+    host = np.empty(4)
+    runtime.memcpy(host.ctypes.data, address, 32, runtime.memcpyDeviceToHost)
+    assert host.tolist() == [4.0] * 4
+    runtime.free(address)
+
+
 def test_what_can_not_be_shared(cuda, opener):
     runtime = cuda.cuda.runtime
-    address = runtime.malloc(64)
+    address = runtime.malloc(LARGE)
     ordered = runtime.mallocAsync(64, 0)
     for wrong in (ordered, address + 8, np.empty(3).ctypes.data):
         with pytest.raises(runtime.CUDARuntimeError) as refused:
@@ -822,8 +913,9 @@ def test_memory_of_a_device_that_can_not_be_reached(cuda, devices):
     handle = cuda.cuda.runtime.ipcGetMemHandle(address)
     code = _OPEN.format(handle=handle)
     assert python(code, FAKECUDA_DEVICES="2", FAKECUDA_PEERS="0").stdout == "217\n"
-    assert python(code, FAKECUDA_DEVICES="1").stdout == "205\n"
     assert python(code, FAKECUDA_DEVICES="2").stdout == ""
+    # Nor has the device to be visible.
+    assert python(code, FAKECUDA_DEVICES="2", CUDA_VISIBLE_DEVICES="0").stdout == ""
     cuda.cuda.runtime.free(address)
 
 

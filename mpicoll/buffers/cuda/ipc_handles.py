@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from contextlib import suppress
 from functools import lru_cache
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from cupy.cuda import runtime
@@ -25,7 +26,17 @@ _PEERS_ALREADY = 704
 class _Opened:
     """An allocation of another process, open as long as this object lives."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "address")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+_opened: WeakValueDictionary[tuple[int, str, int], _Opened] = WeakValueDictionary()
+"""Open allocations by device, process and number. Communicators share them: to open one takes up to a millisecond, and
+some drivers refuse to open it twice."""
+
+_opening = threading.Lock()
 
 
 def export(index: int, identity: str, memory: DeviceArray) -> Export | None:
@@ -56,14 +67,18 @@ def open_export(device: Device, index: int, export: Export) -> DeviceArray:
                 # CUDA does not open what the process has made.
                 _allow(index, runtime.pointerGetAttributes(export.address).device)
                 return view(device, export.address, whole, np.dtype(np.uint8))
-            address = runtime.ipcOpenMemHandle(export.handle, _LAZY_PEER)
+            with _opening:
+                key = index, export.process, export.number
+                opened = _opened.get(key)
+                if opened is None:
+                    address = runtime.ipcOpenMemHandle(export.handle, _LAZY_PEER)
+                    opened = _opened[key] = _Opened(address)
+                    finalize(opened, _close, index, address).atexit = False
     except runtime.CUDARuntimeError as error:
         raise DeviceError(
             f"{device.name} can't reach {export.nbytes} bytes of process {export.process} on {export.device}: {error}"
         ) from error
-    opened = _Opened()
-    finalize(opened, _close, index, address).atexit = False
-    return view(device, address, whole, np.dtype(np.uint8), owner=opened)
+    return view(device, opened.address, whole, np.dtype(np.uint8), owner=opened)
 
 
 def _allow(index: int, other: int) -> None:

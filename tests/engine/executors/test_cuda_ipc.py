@@ -324,7 +324,8 @@ def test_results_have_the_same_bits_on_all_ranks(several: Ranks, sharing: str) -
 
 
 class Memory:
-    """Allocations of the device that are made and freed at once, so that their addresses come again."""
+    """Allocations of the device that are made and freed at once, so that their addresses come again. Each shares its
+    block of the system with no other one, which is then freed with it."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -335,7 +336,7 @@ class Memory:
         import cupy
 
         with self._node.device.working():
-            address = cupy.cuda.runtime.malloc(max(values.nbytes, 1))
+            address = cupy.cuda.runtime.malloc(max(values.nbytes, 1 << 20))
         self._made.append(address)
         self.addresses.append(address)
         array = view(self._node.device, address, values.shape, values.dtype)
@@ -543,6 +544,25 @@ def test_what_was_opened_is_closed_with_the_communicator(cuda: ModuleType) -> No
     del node
     gc.collect()
     assert not opened
+
+
+@pytest.mark.mpi
+def test_what_is_open_is_not_opened_again(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another communicator, or for another part of the allocation."""
+    if not fake_cuda.is_fake(cuda) or mpicoll.world().size < 2:
+        pytest.skip("of the fake CUDA, and two ranks")
+    monkeypatch.setenv("FAKECUDA_OPEN_ONCE", "1")
+    nodes = Node(), Node()
+    assert [node.peers.check() for node in nodes] == [None, None]
+    whole = nodes[0].put(np.zeros(1000, np.int32))
+    for turn in range(4):
+        values = _values(nodes[0].size, 300, turn)
+        source, target = whole[100 * turn : 100 * turn + 300], whole[650:950]
+        nodes[0].fill(source, values[nodes[0].rank])
+        _sum(nodes[turn % 2], source, target, values)
+        nodes[0].transport.allgather_text("")
+    del nodes
+    gc.collect()
 
 
 def test_few_allocations_are_kept_open(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ copies, :mod:`fakecuda.kernels` kernels in C++, :mod:`fakecuda.driver` a stand-i
 beside this one has cupy's names for them. Here is what another library needs that has its own arrays.
 
 Read from the environment whenever it matters: ``FAKECUDA_DEVICES`` (how many there are, 1), ``CUDA_VISIBLE_DEVICES``,
-``FAKECUDA_PEERS=0`` (devices can't reach each other's memory), ``FAKECUDA_AWARE=1`` (the host may touch device memory),
+``FAKECUDA_PEERS=0`` (devices can't reach each other's memory), ``FAKECUDA_REGISTER=0`` (host memory can't be
+registered), ``FAKECUDA_OPEN_ONCE=1``, ``FAKECUDA_AWARE=1`` (the host may touch device memory),
 ``FAKECUDA_ATS=1`` and ``FAKECUDA_EAGER_RANDOM=SEED`` (see the modules), ``FAKECUDA_NCCL_TIMEOUT`` (seconds, 20).
 """
 

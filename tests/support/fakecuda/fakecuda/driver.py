@@ -16,6 +16,7 @@ def _range(base: int, size: int, address: int) -> None:
     """Needs the context of the memory's device."""
     if not streams.has_context():
         raise CUDARuntimeError(errors.UNINITIALIZED)
+    streams.check_context(streams.device())
     found = memory.find(address)
     if found is None:
         raise CUDARuntimeError(errors.INVALID_VALUE)
@@ -28,11 +29,12 @@ def _range(base: int, size: int, address: int) -> None:
 
 
 def _attribute(value: int, attribute: int, address: int) -> None:
+    streams.check_context(streams.device())
     found = memory.find(address)
     if found is None:
         raise CUDARuntimeError(errors.INVALID_VALUE)
     if attribute == _LEGACY_IPC:
-        ctypes.c_bool.from_address(value).value = found.ipc
+        ctypes.c_bool.from_address(value).value = found.block.ipc
         return
     known = {_BUFFER_ID: found.number, _RANGE_START: found.base, _RANGE_SIZE: found.size}
     if attribute not in known:
@@ -62,6 +64,7 @@ def _query(event: int) -> int:
 
 
 def _device_address(place: int, address: int, flags: int) -> None:
+    streams.check_context(streams.device())
     if not memory.pinned(address):
         raise CUDARuntimeError(errors.INVALID_VALUE)
     ctypes.c_uint64.from_address(place).value = address

@@ -1,9 +1,12 @@
 """Device memory: pages of the host, mapped where only queued work finds them.
 
-An allocation is an anonymous file, mapped twice. The device address can't be touched by the host: that is a crash, or,
-with ``FAKECUDA_AWARE=1`` in the environment, allowed, as an MPI that knows CUDA needs it. The working address, at a
-fixed distance, is what kernels and copies use when they run. Addresses are alike in all processes, and those of freed
-memory are given out again, as with CUDA.
+Allocations lie in blocks: small ones share them. A block is an anonymous file, whose parts in use are mapped twice. The
+device address can't be touched by the host: that is a crash, or, with ``FAKECUDA_AWARE=1`` in the environment, allowed,
+as an MPI that knows CUDA needs it. The working address, at a fixed distance, is what kernels and copies use when they
+run. Addresses are alike in all processes, and those of freed memory are given out again, as with CUDA.
+
+Other processes open the block of an allocation, which stays as long as any allocation lies there. With
+``FAKECUDA_OPEN_ONCE=1`` a process can't open a block that it has open, which all but the newest drivers refuse.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import os
 import resource
 import socket
 import threading
-from bisect import bisect_right
-from dataclasses import dataclass
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 _FILES = 1 << 16
-"""Each allocation keeps a file open; few systems let a process have so many of them unasked."""
+"""Each block keeps a file open; few systems let a process have so many of them unasked."""
 
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 _allowed = _FILES if _hard == resource.RLIM_INFINITY else min(_FILES, _hard)
@@ -51,8 +55,8 @@ LOCK = threading.RLock()
 """Held for a moment, around every change of a table; never while work runs."""
 
 
-def _map(address: int, nbytes: int, protection: int, flags: int, file: int = -1) -> int:
-    found = _libc.mmap(address, nbytes, protection, flags, file, 0)
+def _map(address: int, nbytes: int, protection: int, flags: int, file: int = -1, offset: int = 0) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, file, offset)
     if found in (None, ctypes.c_void_p(-1).value):
         raise CUDARuntimeError(errors.MEMORY_ALLOCATION, os.strerror(ctypes.get_errno()))
     return int(found)
@@ -66,78 +70,126 @@ _DEVICE = _reserve(_AT)
 _SHIFT = _reserve(_AT + 2 * _SPACE) - _DEVICE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Allocation:
-    """`device` is its index in this process. `number` is of this allocation only, unlike its address. `ipc` tells
-    whether other processes may open it, `name` which it is among all of the node. `opened`: whose memory it is that was
-    opened here (process, address there)."""
+_BLOCK, _SMALL = 2 << 20, 1 << 20
+"""Bytes of a block that allocations share, and of the smallest allocation that has one alone."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """`span` bytes at `base` of memory of `device`, an index in this process. `name` names it among all of the node,
+    `ipc` tells whether other processes may open it, `exported` whether they may have. `opened`: whose it is that was
+    opened here (process, address there). `used` are the begins and ends of its allocations, in order."""
 
     base: int
-    size: int
+    span: int
     device: int
-    number: int
     file: int
     name: str
     ipc: bool = True
+    exported: bool = False
     opened: tuple[int, int] | None = None
+    used: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """`number` is of this allocation only, unlike its address."""
+
+    base: int
+    size: int
+    number: int
+    block: Block
+
+    @property
+    def device(self) -> int:
+        return self.block.device
 
     @property
     def span(self) -> int:
-        return -(-self.size // _PAGE) * _PAGE
+        return _round(self.size)
 
 
 _allocations: dict[int, Allocation] = {}
 _bases: list[int] = []
-_exported: set[int] = set()
-"""Numbers of the allocations that other processes may have opened."""
+_blocks: list[Block] = []
+"""In the order of their addresses."""
 
 _numbers = itertools.count(1)
 
 
-def _place(allocation_size: int) -> int:
-    """The first gap that is large enough. A page that nobody may touch is left behind each allocation."""
-    end = _DEVICE + _PAGE
-    for base in _bases:
-        if base - end >= allocation_size + _PAGE:
+def _round(nbytes: int) -> int:
+    """Return the bytes of the pages that hold so many."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _find_gap(used: Iterable[tuple[int, int]], begin: int, end: int, nbytes: int) -> int | None:
+    """The first gap between what is `used` that is large enough. A page that nobody may touch is left behind each."""
+    for first, last in used:
+        if first - begin >= nbytes + _PAGE:
             break
-        end = base + _allocations[base].span + _PAGE
-    if end + allocation_size > _DEVICE + _SPACE:
+        begin = last + _PAGE
+    return begin if begin + nbytes <= end else None
+
+
+def _make_block(span: int, device: int, file: int, name: str, **more: Any) -> Block:
+    used = ((one.base, one.base + one.span) for one in _blocks)
+    base = _find_gap(used, _DEVICE + _PAGE, _DEVICE + _SPACE, span)
+    if base is None:
         raise CUDARuntimeError(errors.MEMORY_ALLOCATION)
-    return end
+    block = Block(base, span, device, file, name, **more)
+    insort(_blocks, block, key=lambda one: one.base)
+    return block
 
 
-def _enter(size: int, device: int, file: int, name: str, **more: Any) -> Allocation:
-    """Map `file` as an allocation."""
-    with LOCK:
-        base = _place(-(-size // _PAGE) * _PAGE)
-        made = Allocation(base, size, device, next(_numbers), file, name, **more)
-        aware = os.environ.get("FAKECUDA_AWARE") == "1"
-        _map(base, made.span, _BOTH if aware else _NONE, mmap.MAP_SHARED | _FIXED, file)
-        _map(base + _SHIFT, made.span, _BOTH, mmap.MAP_SHARED | _FIXED, file)
-        _allocations[base] = made
-        _bases.insert(bisect_right(_bases, base), base)
+def _find_place(size: int, device: int, *, ipc: bool) -> tuple[Block, int]:
+    """A place for an allocation."""
+    span = _round(size)
+    if size < _SMALL:
+        for block in _blocks:
+            if block.device == device and block.ipc == ipc and block.opened is None and block.span == _BLOCK:
+                base = _find_gap(block.used, block.base, block.base + block.span, span)
+                if base is not None:
+                    return block, base
+        span = _BLOCK
+    name = f"fakecuda-{os.getpid()}-{os.urandom(8).hex()}"
+    file = os.memfd_create(name)
+    os.ftruncate(file, span)
+    block = _make_block(span, device, file, name, ipc=ipc)
+    return block, block.base
+
+
+def _enter(block: Block, base: int, size: int) -> Allocation:
+    """Map a part of a block as an allocation."""
+    made = Allocation(base, size, next(_numbers), block)
+    aware = os.environ.get("FAKECUDA_AWARE") == "1"
+    offset = base - block.base
+    _map(base, made.span, _BOTH if aware else _NONE, mmap.MAP_SHARED | _FIXED, block.file, offset)
+    _map(base + _SHIFT, made.span, _BOTH, mmap.MAP_SHARED | _FIXED, block.file, offset)
+    insort(block.used, (base, base + made.span))
+    _allocations[base] = made
+    insort(_bases, base)
     return made
 
 
 def _leave(allocation: Allocation) -> None:
-    with LOCK:
-        for address in (allocation.base, allocation.base + _SHIFT):
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
-            _map(address, allocation.span, _NONE, flags)
-        os.close(allocation.file)
-        _exported.discard(allocation.number)
-        del _allocations[allocation.base]
-        _bases.remove(allocation.base)
+    block = allocation.block
+    for address in (allocation.base, allocation.base + _SHIFT):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
+        _map(address, allocation.span, _NONE, flags)
+    del _allocations[allocation.base]
+    _bases.remove(allocation.base)
+    block.used.remove((allocation.base, allocation.base + allocation.span))
+    if not block.used:
+        os.close(block.file)
+        _blocks.remove(block)
 
 
 def allocate(size: int, device: int, *, ipc: bool = True) -> int:
     """The device address of new memory, which is poisoned."""
     if size <= 0:
         raise CUDARuntimeError(errors.INVALID_VALUE, f"{size} bytes")
-    name = f"fakecuda-{os.getpid()}-{os.urandom(8).hex()}"
-    file = os.memfd_create(name)
-    os.ftruncate(file, -(-size // _PAGE) * _PAGE)
-    made = _enter(size, device, file, name, ipc=ipc)
+    with LOCK:
+        made = _enter(*_find_place(size, device, ipc=ipc), size)
     poison(made.base, size)
     return made.base
 
@@ -156,12 +208,12 @@ def _fill(address: int, nbytes: int) -> None:
 
 def release(address: int) -> None:
     """Unmap the allocation that begins at `address`. Whoever touches it from now on crashes, or reads poison where
-    another process has it open."""
+    another process has its block open."""
     with LOCK:
         allocation = _allocations.get(address)
-        if allocation is None or allocation.opened:
+        if allocation is None or allocation.block.opened:
             raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} is not the beginning of an allocation")
-        if allocation.number in _exported:
+        if allocation.block.exported:
             poison(address, allocation.size)
         _leave(allocation)
 
@@ -347,36 +399,41 @@ def _handle(*parts: object) -> bytes:
 
 
 def export(address: int) -> bytes:
-    """cudaIpcGetMemHandle."""
+    """cudaIpcGetMemHandle: of the block, and of the place there."""
     allocation = find(address)
-    if allocation is None or allocation.base != address or not allocation.ipc or allocation.opened:
+    if allocation is None or allocation.base != address or not allocation.block.ipc or allocation.block.opened:
         raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} can't be shared")
-    _exported.add(allocation.number)
-    tag = allocation.name.rpartition("-")[2]
-    physical = visible()[allocation.device]
-    return _handle(os.getpid(), allocation.file, allocation.size, physical, f"{address:x}", tag)
+    block = allocation.block
+    block.exported = True
+    tag = block.name.rpartition("-")[2]
+    numbers = os.getpid(), block.file, block.span, visible()[block.device], block.base - _DEVICE, address - block.base
+    return _handle(*(f"{one:x}" for one in numbers), tag)
 
 
 _opened: dict[str, tuple[Allocation, int]] = {}
-"""By name: what of other processes is open here, and how often."""
+"""By name: what blocks of other processes are open here, and how often."""
 
 
 def open_export(handle: bytes, device: int) -> int:
-    """cudaIpcOpenMemHandle, for kernels of `device`. The memory is opened once however often this is called for it."""
-    process, file, size, physical, address, tag = handle.rstrip(b"\0").decode().split()
+    """cudaIpcOpenMemHandle, for kernels of `device`. A block is mapped once however often this is called for what lies
+    there."""
+    *numbers, tag = handle.rstrip(b"\0").decode().split()
+    process, file, span, physical, base, offset = (int(one, 16) for one in numbers)
     name = f"fakecuda-{process}-{tag}"
-    if int(process) == os.getpid():
+    if process == os.getpid():
         raise CUDARuntimeError(errors.UNINITIALIZED, "memory of the same process")
-    if int(physical) not in visible():
-        raise CUDARuntimeError(errors.MAPPING, f"memory of device {physical} of the node, which isn't visible here")
-    owner = visible().index(int(physical))
+    # Devices that this process does not see are reached as others are.
+    owner = visible().index(physical) if physical in visible() else ~physical
     if not can_reach(device, owner):
         raise CUDARuntimeError(errors.PEER_UNSUPPORTED, f"memory of device {owner}, on device {device}")
     with LOCK:
         if name in _opened:
+            if os.environ.get("FAKECUDA_OPEN_ONCE") == "1":
+                raise CUDARuntimeError(errors.ALREADY_MAPPED, "the block is open here")
             allocation, times = _opened[name]
             _opened[name] = allocation, times + 1
-            return allocation.base
+            _enable_peer(device, owner)
+            return allocation.base + offset
         path = Path(f"/proc/{process}/fd/{file}")
         try:
             if name not in str(path.readlink()):
@@ -384,23 +441,30 @@ def open_export(handle: bytes, device: int) -> int:
             found = os.open(path, os.O_RDWR)
         except OSError as error:
             raise CUDARuntimeError(errors.INVALID_VALUE, str(error)) from error
-        origin = int(process), int(address, 16)
-        if any(one.opened == origin for one, _ in _opened.values()):
+        origin = process, base
+        if any(one.block.opened == origin for one, _ in _opened.values()):
             os.close(found)
             raise CUDARuntimeError(errors.ALREADY_MAPPED, "what lay at this address before is still open")
-        if owner != device:
-            peers.add((device, owner))
-        made = _enter(int(size), owner, found, name, ipc=False, opened=origin)
+        block = _make_block(span, owner, found, name, ipc=False, opened=origin)
+        made = _enter(block, block.base, span)
         _opened[name] = made, 1
-        return made.base
+        _enable_peer(device, owner)
+        return made.base + offset
+
+
+def _enable_peer(device: int, owner: int) -> None:
+    """Whoever opens memory of another device may use it there, by each device for which it is opened."""
+    if owner != device:
+        peers.add((device, owner))
 
 
 def close_export(address: int) -> None:
     """cudaIpcCloseMemHandle."""
     with LOCK:
-        name = next((name for name, (one, _) in _opened.items() if one.base == address), None)
-        if name is None:
+        found = find(address)
+        if found is None or not found.block.opened:
             raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} was not opened")
+        name = found.block.name
         allocation, times = _opened[name]
         if times > 1:
             _opened[name] = allocation, times - 1

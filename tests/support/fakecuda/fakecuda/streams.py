@@ -2,9 +2,10 @@
 
 A stream is a queue. Its work runs, in order, when the host synchronises the stream or an event recorded behind the
 work, or when other work that has to wait for such an event is about to run. So whoever forgets to wait sees memory as
-it was before, always. Asking whether a stream or an event is done lets at most one piece of work run, so that loops
-that only ask come to an end. With ``FAKECUDA_EAGER_RANDOM=SEED`` in the environment, work also runs by chance whenever
-more is given: then memory that is overwritten too early is seen too.
+it was before, always. After work that touches memory it must not, its device is lost to the process: nothing runs there
+any more, and each call that needs the device fails with the same error. Asking whether a stream or an event is done
+lets at most one piece of work run, so that loops that only ask come to an end. With ``FAKECUDA_EAGER_RANDOM=SEED`` in
+the environment, work also runs by chance whenever more is given: then memory that is overwritten too early is seen too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Stream:
     def give(self, work: Work | None, after: Sequence[Position] = ()) -> None:
         """Work of this stream, which also waits for `after`; None only waits."""
         make_context()
+        check_context(self.device)
         with LOCK:
             if self.capture is not None:
                 self.capture.work.append(work)
@@ -66,6 +68,7 @@ class Stream:
     def wait(self, position: int | None = None) -> None:
         """Run what has been given so far, or up to `position`."""
         _host_may_wait()
+        check_context(self.device)
         if self.capture is not None:
             raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
         self._run(self.given if position is None else position)
@@ -73,6 +76,8 @@ class Stream:
     def query(self, position: int | None = None) -> int:
         """CUDA's status: 0 if all work, or that up to `position`, is done. If not, one piece of it may run. An error is
         told again and again, until somebody waits."""
+        if is_lost(self.device):
+            return _lost[self.device].status
         make_context()
         if self.capture is not None and position is None:
             raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
@@ -115,6 +120,7 @@ class Stream:
         if not self._busy.acquire(blocking=False):
             return False
         try:
+            check_context(self.device)
             if not self.queue:
                 return False
             work, after = self.queue[0]
@@ -132,6 +138,10 @@ class Stream:
         _here.running += 1
         try:
             finished = work is None or work() is not False
+        except CUDARuntimeError as error:
+            if error.status in _FATAL:
+                _lost.setdefault(self.device, error)
+            raise
         finally:
             _here.running -= 1
             if finished:
@@ -151,7 +161,8 @@ class Event:
     def record(self, stream: Stream) -> None:
         if stream.device != self.device:
             raise CUDARuntimeError(errors.INVALID_HANDLE, f"event of device {self.device}, stream of {stream.device}")
-        _only_here()
+        make_context()
+        check_context(self.device)
         if stream.capture is not None:
             self.at = stream.capture
             return
@@ -166,6 +177,7 @@ class Event:
 
     def hold_back(self, stream: Stream) -> None:
         """Work that `stream` is given from now on waits for this event."""
+        check_context(self.device)
         if isinstance(self.at, Capture):
             stream.capture = self.at
         elif stream.capture is not None and self.at is not None:
@@ -175,11 +187,14 @@ class Event:
 
     def query(self) -> int:
         """CUDA's status: 0 if it is done."""
+        if is_lost(self.device):
+            return _lost[self.device].status
         at = self._position()
         return 0 if at is None else at[0].query(at[1])
 
     def wait(self) -> None:
         at = self._position()
+        check_context(self.device)
         if at is not None:
             _host_may_wait()
             at[0]._run(at[1])
@@ -256,6 +271,11 @@ _pointers = itertools.count(0x5500_0000, 0x40)
 _legacy: dict[int, Stream] = {}
 contexts: set[int] = set()
 """The devices on which this process has a context, which takes some of their memory."""
+_lost: dict[int, CUDARuntimeError] = {}
+"""The devices whose context is lost, and the error of the work that did it."""
+
+_FATAL = frozenset({errors.ILLEGAL_ADDRESS, errors.MISALIGNED})
+
 _forked = False
 _chance: tuple[str, random.Random] = ("", random.Random(0))
 
@@ -275,9 +295,37 @@ def _only_here() -> None:
 
 def make_context() -> None:
     """Make the context of the current device, as each runtime call does that needs the device."""
+    _bind_context()
+    check_context(_here.device)
+
+
+def _bind_context() -> None:
     _only_here()
     contexts.add(_here.device)
     _here.bound = True
+
+
+def check_context(index: int) -> None:
+    """Raise the error of the work by which this process has lost the device."""
+    lost = _lost.get(index)
+    if lost is not None:
+        raise CUDARuntimeError(lost.status, f"earlier, by which device {index} is lost: {lost.detail}")
+
+
+def is_lost(index: int) -> bool:
+    """Return True if this process has lost the device."""
+    return index in _lost
+
+
+def recover() -> None:
+    """Give this process back the devices that it has lost, without their pending work. Only a new process could on
+    hardware."""
+    with LOCK:
+        for one in _streams.values():
+            if one.device in _lost:
+                one.queue.clear()
+                one.done, one.failed = one.given, None
+        _lost.clear()
 
 
 def has_context() -> bool:
@@ -333,7 +381,7 @@ def use_device(index: int) -> None:
     if index != _here.device or not _here.bound:
         check_device(index)  # not each time, as it asks the environment
     _here.device = index
-    make_context()
+    _bind_context()
 
 
 def check_device(index: int) -> None:

@@ -121,6 +121,11 @@ def free_some_time(address: int) -> None:
 
 def free_host(address: int) -> None:
     """cudaFreeHost: all work of the device is done before, but where a destructor can't wait."""
+    wait_unless_running()
+    memory.release_host(address)
+
+
+def wait_unless_running() -> None:
+    """Wait for all work of the device, except where a destructor can't wait."""
     if not streams.running():
         streams.wait_for_device(streams.device())
-    memory.release_host(address)

@@ -21,7 +21,7 @@ import numpy as np
 from fakecuda import errors, memory
 from fakecuda.errors import CUDARuntimeError
 from fakecuda.memory import LOCK
-from fakecuda.streams import Stream
+from fakecuda.streams import Stream, is_lost
 
 _AT_LEAST = 0
 """Flag of a wait: until the word is at least the value, in cyclic order."""
@@ -96,7 +96,7 @@ def _serve() -> None:
         _has_writers.wait()
         with LOCK:
             for stream, position in list(_writers.items()):
-                if stream.done >= position:
+                if stream.done >= position or is_lost(stream.device):
                     del _writers[stream]
             if not _writers:
                 _has_writers.clear()

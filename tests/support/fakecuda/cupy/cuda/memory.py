@@ -41,7 +41,7 @@ class Memory(BaseMemory):
         self.ptr = runtime.malloc(size) if size > 0 else 0
 
     def __del__(self) -> None:
-        if getattr(self, "ptr", 0):
+        if getattr(self, "ptr", 0) and transfers is not None:  # None while the interpreter ends
             transfers.free_some_time(self.ptr)
 
 

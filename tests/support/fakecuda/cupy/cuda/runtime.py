@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from fakecuda import errors, memory, streams, transfers
@@ -169,6 +170,8 @@ def freeHost(ptr: int) -> None:
 
 def hostRegister(ptr: int, size: int, flags: int) -> None:
     _unsafe()
+    if os.environ.get("FAKECUDA_REGISTER") == "0":
+        raise CUDARuntimeError(errors.NOT_SUPPORTED)
     memory.register(ptr, size)
 
 
@@ -178,6 +181,7 @@ def hostUnregister(ptr: int) -> None:
 
 
 def pointerGetAttributes(ptr: int) -> PointerAttributes:
+    streams.check_context(streams.device())
     allocation = memory.find(ptr)
     if allocation:
         return PointerAttributes(allocation.device, ptr, 0, memoryTypeDevice)
@@ -224,6 +228,8 @@ def ipcOpenMemHandle(handle: bytes, flags: int = cudaIpcMemLazyEnablePeerAccess)
 
 def ipcCloseMemHandle(devPtr: int) -> None:
     _unsafe()
+    # The device may still use it.
+    transfers.wait_unless_running()
     memory.close_export(devPtr)
 
 
@@ -264,6 +270,7 @@ def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> Non
 
 def streamIsCapturing(stream: int) -> bool:
     found = streams.stream_at(stream)
+    streams.check_context(found.device)
     if found.legacy and streams.capture_beside(found):
         raise CUDARuntimeError(errors.CAPTURE_IMPLICIT)
     return found.capture is not None
@@ -286,8 +293,10 @@ def eventRecord(event: int, stream: int) -> None:
 
 
 def eventQuery(event: int) -> int:
-    _unsafe()
-    return streams.event_at(event).query()
+    found = streams.event_at(event)
+    if not streams.is_lost(found.device):
+        _unsafe()
+    return found.query()
 
 
 def eventSynchronize(event: int) -> None:
