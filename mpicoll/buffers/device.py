@@ -164,6 +164,9 @@ class Device(Protocol):
     def export(self, memory: DeviceArray) -> Export | None:
         """Return how other processes reach `memory`; None if they can't."""
 
+    def is_exported(self, address: int, number: int) -> bool:
+        """Return True if the memory at `address` lies in the allocation of that number, an :class:`Export`'s."""
+
     def reach(self, export: Export) -> DeviceArray:
         """Return the whole allocation of another process (or of this one) as bytes; it stays open while that lives.
 

@@ -120,9 +120,7 @@ def call(
         return value
     arguments = _find_device_arguments(comm, key, x, out)
     if arguments is not None:
-        from mpicoll.collectives import device_call
-
-        return device_call.call(comm, arguments, key[0], x, out, prepare)
+        return arguments.call(comm, key[0], x, out, prepare)
     full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x=x, out=out)
@@ -146,9 +144,7 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
     rank. It is cached as in :func:`call`."""
     arguments = _find_device_arguments(comm, key, x, out)
     if arguments is not None:
-        from mpicoll.collectives import device_call
-
-        return device_call.make_task(comm, arguments, key[0], x, out, prepare)
+        return arguments.make_task(comm, key[0], x, out, prepare)
     full_key, cached, array, into, _ = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x=x, out=out)

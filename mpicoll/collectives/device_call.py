@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpicoll.buffers.buffer import DEVICE_LIBRARIES, DeviceLibrary
+from mpicoll.buffers.buffer import DEVICE_LIBRARIES, DeviceKind, DeviceLibrary
 from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, view
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
@@ -120,22 +120,69 @@ class DeviceArguments:
         self.source = source
         self.target = target
 
+    def call(self, comm: CommunicatorCore, name: str, x: Any, out: Any, prepare: Prepare) -> Any:
+        """Carry out the call `name` on these arrays, and return its result."""
+        cached = self.cached
+        if type(cached) is DeviceCall:
+            value, target = out, self.target
+            if out is None and cached.make_result is not None:
+                value = cached.make_result()
+                target = _find_address(self.library, value)
+            stream = self.library.current_stream(self.index)
+            event = cached.record(stream)
+            if event is not None:
+                try:
+                    completion = comm.queue.run(cached.run, cached.call, self.source, target, event)
+                except BaseException:
+                    comm.call_cache.pop(self.key, None)
+                    raise
+                if completion is not None:
+                    completion.block_stream(stream)
+                return value
+        operation = prepare(x=x, out=out)
+        value = dispatch.run(operation)
+        _cache(operation, self, name, value)
+        return value
+
+    def make_task(self, comm: CommunicatorCore, name: str, x: Any, out: Any, prepare: Prepare) -> Task:
+        """Return the task of such a call, whose result is written to `out`, or which has none on this rank."""
+        cached = self.cached
+        event = None
+        if type(cached) is DeviceCall:
+            event = cached.record(self.library.current_stream(self.index))
+        if type(cached) is not DeviceCall or event is None:
+            operation = prepare(x=x, out=out)
+            task = dispatch.make_task(operation)
+            task.call.name = name
+            _cache(operation, self, name, out)
+            return task
+        bound, source, target = cached, self.source, self.target
+
+        def run(kept: tuple[Any, Any] = (x, out)) -> None:
+            try:
+                completion = bound.run(source, target, event, kept)
+            except BaseException:
+                comm.call_cache.pop(self.key, None)
+                raise
+            if completion is not None:
+                complete_or_defer(completion)
+
+        return Task(run, cached.call)
+
 
 def find_arguments(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> DeviceArguments | None:
     """Return the arrays of a call; None if they are not contiguous memory of one device, or nothing may be cached."""
     observer = comm.queue.observer
     if observer is not None and observer.needs_every_operation:
         return None
-    places: list[Any] = []
-    for array in (x, out):
-        library = None if array is None else DEVICE_LIBRARIES.get(type(array))
-        place = (None, 0) if array is None else None if library is None else library.find_place(array)
-        if place is None:
-            return None
-        places.append(place)
-    (kind, source), (into, target) = places
-    library, index, *_ = kind or into
-    if kind is not None and into is not None and kind[:2] != into[:2]:
+    given, taken = _find_place(x), _find_place(out)
+    if given is None or taken is None:
+        return None
+    (kind, source), (into, target) = given, taken
+    some = kind or into
+    assert some is not None
+    library, index, *_ = some
+    if kind is not None and into is not None and (kind[0] is not into[0] or kind[1] != into[1]):
         return None
     whole = (*key, kind, into, source == target, get_forced_rules())
     try:
@@ -147,57 +194,12 @@ def find_arguments(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: An
     return DeviceArguments(whole, cached, library, index, source, target)
 
 
-def call(comm: CommunicatorCore, arguments: DeviceArguments, name: str, x: Any, out: Any, prepare: Prepare) -> Any:
-    """Carry out the call `name` on arrays with these `arguments`, and return its result."""
-    cached = arguments.cached
-    if type(cached) is DeviceCall:
-        value, target = out, arguments.target
-        if out is None and cached.make_result is not None:
-            value = cached.make_result()
-            target = _find_address(arguments.library, value)
-        stream = arguments.library.current_stream(arguments.index)
-        event = cached.record(stream)
-        if event is not None:
-            try:
-                completion = comm.queue.run(cached.run, cached.call, arguments.source, target, event)
-            except BaseException:
-                comm.call_cache.pop(arguments.key, None)
-                raise
-            if completion is not None:
-                completion.block_stream(stream)
-            return value
-    operation = prepare(x=x, out=out)
-    value = dispatch.run(operation)
-    _cache(operation, arguments, name, value)
-    return value
-
-
-def make_task(
-    comm: CommunicatorCore, arguments: DeviceArguments, name: str, x: Any, out: Any, prepare: Prepare
-) -> Task:
-    """Return the task of such a call, whose result is written to `out`, or which has none on this rank."""
-    cached = arguments.cached
-    event = None
-    if type(cached) is DeviceCall:
-        event = cached.record(arguments.library.current_stream(arguments.index))
-    if type(cached) is not DeviceCall or event is None:
-        operation = prepare(x=x, out=out)
-        task = dispatch.make_task(operation)
-        task.call.name = name
-        _cache(operation, arguments, name, out)
-        return task
-    bound, source, target = cached, arguments.source, arguments.target
-
-    def run(kept: tuple[Any, Any] = (x, out)) -> None:
-        try:
-            completion = bound.run(source, target, event, kept)
-        except BaseException:
-            comm.call_cache.pop(arguments.key, None)
-            raise
-        if completion is not None:
-            complete_or_defer(completion)
-
-    return Task(run, cached.call)
+def _find_place(array: Any) -> tuple[DeviceKind | None, int] | None:
+    """Return the kind and the address of an array on a device, or that there is no array; None for all others."""
+    if array is None:
+        return None, 0
+    library = DEVICE_LIBRARIES.get(type(array))
+    return None if library is None else library.find_place(array)
 
 
 def _cache(operation: Operation, arguments: DeviceArguments, name: str, value: Any) -> None:

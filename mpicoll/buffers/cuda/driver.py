@@ -109,7 +109,9 @@ def find_number(address: int) -> int:
     """Return the number of the allocation at `address`, which no other one of this process has, had or gets. Raises
     OSError if there is no such allocation. This thread has to have used a device."""
     number = ctypes.c_uint64()
-    _check(libcuda().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, address), address)
+    failed = libcuda().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, address)
+    if failed:
+        _check(failed, address)
     return number.value
 
 

@@ -50,6 +50,14 @@ def export(index: int, identity: str, memory: DeviceArray) -> Export | None:
         return None
 
 
+def is_exported(address: int, number: int) -> bool:
+    """Return True if the memory at `address` lies in the allocation of that number."""
+    try:
+        return find_number(address) == number
+    except OSError:
+        return False
+
+
 @lru_cache(maxsize=4096)
 def _describe(process: str, index: int, identity: str, address: int, number: int) -> Export:
     """Describe the memory at `address`, which lies in the allocation of that number."""

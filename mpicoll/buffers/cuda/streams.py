@@ -50,11 +50,13 @@ class ThreadStream:
             self.event.record(self.stream)
             self.event.synchronize()
             self.has_work = False
-        for one in self.after:
-            if not one.done:
-                one.synchronize()
-        self.after.clear()
-        self.kept.clear()
+        if self.after:
+            for one in self.after:
+                if not one.done:
+                    one.synchronize()
+            self.after.clear()
+        if self.kept:
+            self.kept.clear()
 
 
 class CurrentStream:
@@ -80,32 +82,32 @@ class _Working:
 
     __slots__ = ("_after", "_device", "_mode", "_stream", "_thread_stream", "_waits")
 
-    def __init__(
-        self, index: int, thread_stream: ThreadStream, after: Sequence[StreamEvent], *, waits: bool = True
-    ) -> None:
+    def __init__(self, index: int, thread_stream: ThreadStream, after: Sequence[StreamEvent], waits: bool) -> None:
         self._waits = waits
         self._mode = RelaxedCapture()
         self._device = CurrentDevice(index)
-        self._stream = CurrentStream(thread_stream.stream)
         self._thread_stream = thread_stream
         self._after = after
 
     def __enter__(self) -> None:
+        thread_stream = self._thread_stream
         self._mode.__enter__()
         try:
             self._device.__enter__()
-            self._stream.__enter__()
+            # Leaving cupy's own block would forget what the caller's thread uses without a block.
+            self._stream = cupy.cuda.get_current_stream()
+            thread_stream.stream.use()
         except BaseException:
             self._mode.__exit__()
             raise
-        self._thread_stream.after += self._after
+        thread_stream.after += self._after
 
     def __exit__(self, failure: type[BaseException] | None, *error: object) -> None:
         try:
             if self._waits or failure is not None:
                 self._thread_stream.synchronize()
         finally:
-            self._stream.__exit__()
+            self._stream.use()
             self._device.__exit__()
             self._mode.__exit__()
 
@@ -159,10 +161,10 @@ class DeviceStreams:
             return self._pinned.take(nbytes)
 
     def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
-        return _Working(self.index, self.thread_stream(), after)
+        return _Working(self.index, self.thread_stream(), after, True)
 
     def submitting(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
-        return _Working(self.index, self.thread_stream(), after, waits=False)
+        return _Working(self.index, self.thread_stream(), after, False)
 
     def synchronize(self) -> None:
         self.thread_stream().synchronize()

@@ -161,6 +161,16 @@ class PeerMemory:
             self._unpublished[number] = export
         return array, (number, export.offset)
 
+    def is_published(self, address: int, number: int) -> bool:
+        """Return True if the other ranks know the allocation of that number, and `address` still lies in it."""
+        published = self._published
+        export = published.get(number)
+        if export is None or not self.device.is_exported(address, number):
+            return False
+        del published[number]
+        published[number] = export
+        return True
+
     def _get_substitute(self, which: int, array: DeviceArray) -> DeviceArray:
         nbytes, words = array.nbytes, np.dtype(np.uint8)
         memory = self._substitutes.get(which)
