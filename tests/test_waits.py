@@ -123,6 +123,7 @@ WAITS = {
         "engine/core/poller.py::Poller.stop",
         "engine/core/queue.py::OperationQueue._wait_within",
         "engine/core/queue.py::OperationQueue.drain",
+        "engine/executors/peer_messages.py::PeerMessages.drain",
         "engine/executors/stream_order.py::StreamOrder._try",
         "engine/executors/stream_order.py::StreamOrder.drain",
         "engine/tracing/recorder.py::Recorder.stop",

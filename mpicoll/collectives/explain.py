@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll import schedules
+from mpicoll.buffers.device import device_of
 from mpicoll.buffers.ops import OpLike
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
@@ -22,6 +23,8 @@ from mpicoll.errors import AlgorithmError
 
 _LARGE = 256 * 1024
 """Bytes from which on several threads may work on an array, as in ``csrc/workers.h``."""
+
+_MESSAGES = ("send", "recv", "isend", "irecv", "sendrecv")
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 
@@ -42,12 +45,12 @@ def explain(
     Printing the result shows all of this. Sends nothing.
 
     Args:
-        collective: the name of the collective, such as ``"allreduce"``.
+        collective: the name of the collective, such as ``"allreduce"``, or of a message, such as ``"send"``.
         nbytes: bytes of the vector, or of all blocks together for gather, scatter, allgather, reduce_scatter and
             alltoall.
         op: the reduction, for collectives that reduce.
         dtype: numpy's dtype of the array, for collectives that reduce.
-        root: the root of the call.
+        root: the root of the call; of a message, the other rank.
         algorithm: the `algorithm` argument of the call.
         like: an array on the device of the data, whose contents don't matter; None is the host. The capabilities of the
             ranks on the device are known after their first collective on it, and assumed until then.
@@ -63,6 +66,8 @@ def explain(
         ring: forced by the argument
     """
     communicator = resolve(comm)
+    if collective in _MESSAGES:
+        return _explain_message(communicator, collective, nbytes, root, like)
     query = make_call_query(collective, nbytes, op, dtype, root, algorithm, communicator, like)
     choice = choose(query, algorithm)
     if algorithm is None and like is None and not is_decided(query):
@@ -82,6 +87,30 @@ def explain(
         return choice  # with one rank the other algorithms are irrelevant
     refused = (f"not {name}: {why}" for name, why in unsupported_reasons(query).items() if why is not None)
     return choice._replace(refused=tuple(refused))
+
+
+def _explain_message(communicator: CommunicatorCore, name: str, nbytes: int, other: int, like: Any) -> Choice:
+    """Return the way of a message between this rank and the rank `other`."""
+    other = arguments.check_rank("explain", "root", other, communicator)
+    device = None if like is None else device_of(recognise("explain", like, "like").array)
+    if device is None:
+        return Choice("host", None, 1, f"{name} of memory of the host")
+    # Not at module level: only data on a device needs the methods for it.
+    from mpicoll.engine.executors import peer_messages, staging
+
+    if staging.sends_device_memory(communicator.checks.calls):
+        return Choice("direct", None, 1, "the MPI library sends memory of devices")
+    if nbytes < staging.MIN_ANNOUNCED_BYTES:
+        reason = f"it has fewer than {staging.MIN_ANNOUNCED_BYTES} bytes"
+    elif peer_messages.find_sender(communicator, device, other) is not None:
+        return Choice("ipc", None, 1, "the receiver copies it from memory of the sender, if there is enough for it")
+    elif other == communicator.rank:
+        reason = "the other rank is on this rank itself"
+    elif communicator.devices is None:
+        reason = "the ranks have not tried yet to open each other's memory: their first collective on the device does"
+    else:
+        reason = communicator.devices.describe_messages()
+    return Choice("staged", None, 1, reason)
 
 
 def make_call_query(

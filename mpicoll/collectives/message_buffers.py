@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import device_of
+from mpicoll.buffers.device import Device, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import is_tensor, recognise
 from mpicoll.buffers.streams import record_events
@@ -35,9 +35,18 @@ from mpicoll.engine.core import message_check
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.engine.diagnostics.flight_recorder import Call, find_call_site
-from mpicoll.engine.executors.staging import DeviceReceive, copy_to_host, sends_device_memory
+from mpicoll.engine.executors.staging import (
+    ANNOUNCEMENT_BYTES,
+    MIN_ANNOUNCED_BYTES,
+    DeviceReceive,
+    copy_to_host,
+    sends_device_memory,
+)
 from mpicoll.errors import MismatchError, TruncationError
 from mpicoll.transport.base import Envelope
+
+if TYPE_CHECKING:
+    from mpicoll.engine.executors.peer_messages import Announced
 
 NULL_ENVELOPE = Envelope(PROC_NULL, -1, 0)
 """Envelope of a receive from PROC_NULL."""
@@ -82,13 +91,39 @@ def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag:
     buffer = recognise(operation, x)
     device, call = device_of(buffer.array), _describe_call(operation, buffer, dest, tag)
     if device is not None and not sends_device_memory(comm.checks.calls):
-        return copy_to_host(buffer, device), call
+        announcement = _announce(comm, buffer, device, dest, tag)
+        return copy_to_host(buffer, device) if announcement is None else announcement, call
     source = InputArray(buffer)
     with nullcontext() if device is None else device.working(record_events(buffer)):
         source.load()
     if key is not None and dest is not PROC_NULL and source.is_user_buffer and _is_unconverted(buffer, x):
         comm.cache_call(key, call)
     return source.as_bytes, call
+
+
+def _announce(comm: CommunicatorCore, buffer: Buffer, device: Device, dest: int, tag: int) -> Array | None:
+    """Return the announcement of a message to rank `dest` that the receiver copies from memory of `device`; None if it
+    passes through the host."""
+    if buffer.array.nbytes < MIN_ANNOUNCED_BYTES or dest is PROC_NULL or not comm.registry.peer_messages:
+        return None
+    from mpicoll.engine.executors.peer_messages import announce
+
+    return announce(comm, buffer, device, dest, tag)
+
+
+def _may_be_announced(comm: CommunicatorCore, nbytes: int | None) -> bool:
+    """Return True if an announcement may come in place of a message of that size."""
+    return bool(comm.registry.peer_messages) and nbytes is not None and nbytes >= MIN_ANNOUNCED_BYTES
+
+
+def _find_announced(comm: CommunicatorCore, data: Array) -> Announced | None:
+    """Return the message that is announced by `data`, the bytes of a received message; None if it is the message
+    itself."""
+    if not comm.registry.peer_messages:
+        return None
+    from mpicoll.engine.executors.peer_messages import find_announced
+
+    return find_announced(comm, data)
 
 
 def _make_key(comm: CommunicatorCore, operation: str, x: Any, peer: Any, tag: Any) -> tuple[Any, ...] | None:
@@ -123,6 +158,8 @@ def repeat_exchange(
         _make_key(comm, "exchange", x, dest, sendtag),
         _make_key(comm, "exchange", x if out is None else out, source, recvtag),
     )
+    if _may_be_announced(comm, recv_buffer.call.nbytes):
+        return
     if None in keys or not _has_bytes(x, data) or (out is not None and not _has_bytes(out, recv_buffer.memory)):
         return
     key = (*keys, out is None)
@@ -168,9 +205,10 @@ def prepare_recv(
     like = x if out is None else out
     key = None if out is not None and x is not None else _make_key(comm, operation, like, source, tag)
     known: Call | None = None if key is None else comm.call_cache.get(key)
-    if known is not None and operation == "recv":
+    repeats = known is not None and not _may_be_announced(comm, known.nbytes)
+    if known is not None and repeats and operation == "recv":
         repeat_recv(comm, x, out, source, tag, known)
-    elif known is not None and operation == "irecv":
+    elif known is not None and repeats and operation == "irecv":
         repeat_irecv(comm, x, out, source, tag, known)
     if known is not None and type(like) is np.ndarray and (out is None or out.flags.carray):
         plain = _PlainArray(np.empty(x.shape, x.dtype) if out is None else out)
@@ -204,7 +242,9 @@ def _make_target(comm: CommunicatorCore, output: Buffer, disjoint_from: Array | 
     device = device_of(output.array)
     if device is None:
         return OutputArray(output, disjoint_from)
-    return DeviceReceive(output, device, direct=sends_device_memory(comm.checks.calls))
+    # An announcement is received on the host.
+    direct = not _may_be_announced(comm, output.array.nbytes) and sends_device_memory(comm.checks.calls)
+    return DeviceReceive(output, device, direct=direct)
 
 
 def check_source_and_tag(
@@ -220,6 +260,11 @@ def make_status(comm: CommunicatorCore, envelope: Envelope) -> Status:
     nbytes = envelope.nbytes
     if comm.checks.calls and nbytes >= message_check.LENGTH:
         nbytes -= message_check.LENGTH
+    if nbytes == ANNOUNCEMENT_BYTES and comm.registry.peer_messages:
+        from mpicoll.engine.executors.peer_messages import find_announced_nbytes
+
+        announced = find_announced_nbytes(comm, envelope.source, envelope.tag)
+        nbytes = nbytes if announced is None else announced
     return Status(envelope.source, envelope.tag, nbytes)
 
 
@@ -260,27 +305,48 @@ class RecvBuffer:
 
         Raises TruncationError or MismatchError if the message differs from the expected one.
         """
-        target, nbytes = self._target, envelope.nbytes
         if envelope.source is PROC_NULL:
             if status is not None:
                 status.source, status.tag, status.nbytes = envelope.source, envelope.tag, 0
             return self._out
-        begin = 0
-        if self._header is not None:
-            sent = message_check.header_of(self.memory[:nbytes])
+        nbytes, begin = envelope.nbytes, 0
+        sent = None if self._header is None else message_check.header_of(self.memory[:nbytes])
+        if sent is not None:
+            begin = message_check.LENGTH
+            nbytes -= begin
+        data = self.memory[begin : begin + nbytes]
+        announced = _find_announced(self._comm, data) if nbytes == ANNOUNCEMENT_BYTES else None
+        try:
             if sent is not None:
-                begin = message_check.LENGTH
-                nbytes -= begin
                 self._compare(sent, envelope.source, envelope.tag)
+            self._check_size(envelope, nbytes if announced is None else announced.nbytes, status)
+        except BaseException:
+            if announced is not None:
+                announced.drop()
+            raise
+        self._store(data, announced)
+        return self._output.result()
+
+    def _check_size(self, envelope: Envelope, nbytes: int, status: Status | None) -> None:
+        """Fill `status`, and raise TruncationError if the message does not have the expected size."""
         if status is not None:
             status.source, status.tag, status.nbytes = envelope.source, envelope.tag, nbytes
-        if nbytes != target.as_bytes.size:
+        size = self._target.as_bytes.size
+        if nbytes != size:
             message = Envelope(envelope.source, envelope.tag, nbytes)
-            raise size_error(self._comm.queue.group, self.call, self._name, message, target.as_bytes.size)
-        if self._header is not None:
-            target.as_bytes[:] = self.memory[begin : begin + nbytes]
+            raise size_error(self._comm.queue.group, self.call, self._name, message, size)
+
+    def _store(self, data: Array, announced: Announced | None) -> None:
+        """Copy the message, `data` or what that announces, to the caller's array."""
+        target = self._target
+        if announced is not None and isinstance(target, DeviceReceive):
+            announced.copy_to(target.array, target.events)
+            return
+        if announced is not None:
+            announced.copy_to(target.as_bytes)
+        elif self._header is not None:
+            target.as_bytes[:] = data
         target.store()
-        return self._output.result()
 
     def explain(self, error: TruncationError) -> TruncationError:
         """Return a detailed error for a message that is larger than its buffer, with its header if received."""

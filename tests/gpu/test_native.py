@@ -40,6 +40,12 @@ def test_body(ranks: Ranks, arrays: Arrays, body: Callable[[Arrays], Any]) -> No
     ranks(body, arrays, timeout=100)
 
 
+@pytest.mark.parametrize("body", bodies.MESSAGES, ids=lambda body: body.__name__)
+def test_messages_by_ipc(several: Ranks, arrays: Arrays, body: Callable[[Arrays], Any]) -> None:
+    """Messages after a collective, in which ranks find out if they reach each other's memory."""
+    several(bodies.after_a_collective, arrays, body, timeout=100)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_summed_in_single(ranks: Ranks, arrays: Arrays, dtype: str) -> None:
     ranks(bodies.half_precision_is_summed_in_single, arrays, dtype)

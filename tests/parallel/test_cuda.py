@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuda_calls import count_announcements
 from support.cuda_tensors import CudaTensor, cuda_torch, late, now
 from support.ranks import Ranks
 from support.stage_values import Pair
 from torch import Tensor
 
 import mpicoll
+from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES
 from mpicoll.errors import CommunicationError, DeviceError
 from mpicoll.parallel import gradients, mappings
 from mpicoll.parallel.context_parallel import ring_attention, ulysses_attention
@@ -138,6 +140,14 @@ def test_attention(several: Ranks, attention: Callable[..., Tensor], layout: str
         on_both(compute)
 
     several(body)
+
+
+@pytest.mark.extension
+def test_ring_attention_copies_blocks_from_device_to_device(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpicoll.collectives.message_buffers.MIN_ANNOUNCED_BYTES", ANNOUNCEMENT_BYTES + 1)
+    announced = count_announcements(monkeypatch)
+    test_attention(several, ring_attention, "zigzag")
+    assert announced[True]
 
 
 def test_attention_wants_one_device(some: Ranks) -> None:
@@ -281,6 +291,35 @@ def test_receiving_into_a_tensor(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
+def test_large_values_are_copied_from_device_to_device(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside small ones, into memory of the host, and when they come before their receive."""
+    announced = count_announcements(monkeypatch)
+
+    def body() -> None:
+        with pipe() as p2p:
+            after, before = (p2p.stage + 1) % p2p.stages, (p2p.stage - 1) % p2p.stages
+            for turn in range(4):
+                counts = {"a": 40_000, "b": 5, "c": 70_000}
+                sent = {name: numbers(p2p.stage + turn, count) for name, count in counts.items()}
+                value = {name: late(one, requires_grad=name == "c") for name, one in sent.items()}
+                request = p2p.isend(value, after)
+                if turn % 2:
+                    mpicoll.barrier()
+                got = p2p.recv(before)
+                for name, one in sent.items():
+                    assert torch.equal(now(got[name]), numbers(before + turn, one.numel()))
+                    assert got[name].requires_grad == (name == "c")
+                request.wait()
+            host = torch.zeros(50_000)
+            request = p2p.isend(late(numbers(p2p.stage, 50_000)), after)
+            assert torch.equal(p2p.recv(host, before), numbers(before, 50_000))
+            request.wait()
+
+    several(body)
+    assert announced[True] == 9 * (several.local or 1)
+
+
 def test_a_stage_without_a_device_says_so(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         with pipe() as p2p:
@@ -299,7 +338,7 @@ def test_messages_are_the_bytes() -> None:
         what = value(3, late_)
         found = leaves(what)
         layout = MessageLayout(flatten("send", what, []))
-        sent = layout.pack(found)
+        sent = layout.pack(found, lambda tensor: None)
         want = leaves(value(3, lambda x, grad=False: x.requires_grad_(grad)))
         for (nbytes, parts), message in zip(layout.messages, sent, strict=True):
             assert message.size == nbytes
@@ -328,7 +367,7 @@ def test_what_a_stage_sends_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -
             return working(self, after)
 
         monkeypatch.setattr(CudaDevice, "working", counted)
-        layout.pack(tensors)
+        layout.pack(tensors, lambda tensor: None)
         assert waits == 1
         copy_to_host([])
         assert waits == 1
@@ -359,3 +398,22 @@ def test_a_pipeline_of_modules(several: Ranks) -> None:
             torch.testing.assert_close(own.grad.cpu(), leaves[p2p.stage].grad)
 
     several(body)
+
+
+@pytest.mark.extension
+def test_a_rank_may_ask_before_the_ranks_have_tried(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank has asked of its device must not keep it out of the trial of all ranks."""
+    announced = count_announcements(monkeypatch)
+
+    def body() -> None:
+        with mpicoll.world().duplicate() as comm:
+            if comm.rank == 0:
+                mpicoll.explain("allreduce", 64, like=late(torch.ones(2)), comm=comm)
+            with PipeP2P(comm, timeout=20) as p2p:
+                after, before = (p2p.stage + 1) % p2p.stages, (p2p.stage - 1) % p2p.stages
+                request = p2p.isend(late(numbers(p2p.stage, 20_000)), after)
+                assert torch.equal(now(p2p.recv(before)), numbers(before, 20_000))
+                request.wait()
+
+    several(body)
+    assert announced[True]

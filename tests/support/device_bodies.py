@@ -1053,6 +1053,22 @@ def host_and_device_take_turns(arrays: Arrays) -> None:
         np.testing.assert_array_equal(on_host.wait(), np.full(1000, turn * world.size))
 
 
+def after_a_collective(arrays: Arrays, body: Callable[[Arrays], None]) -> None:
+    """Call `body` when the ranks have found out if they reach each other's memory."""
+    mpicoll.allreduce(arrays.put(np.ones(1)))
+    body(arrays)
+    mpicoll.barrier()
+
+
+MESSAGES = (
+    messages_of_every_dtype_and_layout,
+    messages_of_every_size,
+    messages_between_host_and_device,
+    truncated_message,
+    messages_are_in_order,
+)
+"""Bodies that send messages."""
+
 EVERYWHERE = (
     order_of_ranks_is_kept,
     nan_is_extreme,

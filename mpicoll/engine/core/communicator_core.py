@@ -38,10 +38,16 @@ _SPLITTING = Position("the making of communicators for the nodes")
 
 
 class DeviceResources(Protocol):
-    """State of a communicator on device memory, which belongs to its executors."""
+    """State of a communicator on device memory, which belongs to its executors. `has_exchanged` is True when the ranks,
+    all of them, have exchanged what they can do with each other's memory."""
+
+    has_exchanged: bool
 
     def describe_order(self, *, has_kernel: bool) -> str:
         """Return who waits for collectives in the memory of other ranks."""
+
+    def describe_messages(self) -> str:
+        """Return the reason why messages to ranks of this communicator pass through the host."""
 
     def complete(self) -> None:
         """Wait until the device has completed all collectives, or the communicator has failed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 from weakref import ref
 
+from mpicoll.buffers.device import Device
 from mpicoll.config import UNCHECKED
 from mpicoll.engine.core.observer import Observer
 from mpicoll.engine.core.queue import OperationQueue
@@ -58,12 +59,26 @@ class Member(Protocol):
     def name(self) -> str:
         """Name of the communicator in messages."""
 
+    def discard_calls(self) -> None:
+        """Prepare all calls again."""
+
     def complete_on_device(self) -> None:
         """Wait until the device of this rank has completed all collectives, or the communicator has failed."""
 
 
+class MessageChannel(Protocol):
+    """A way of messages of device memory between some ranks; see :mod:`mpicoll.engine.executors.peer_messages`. `key`
+    identifies it in messages."""
+
+    key: bytes
+
+    def reaches(self, device: Device, member: int) -> bool:
+        """Return True if messages from `device` to that rank of the job pass here."""
+
+
 class Registry:
-    """Communicators of one rank, and the changes that :func:`mpicoll.debug` has made to their checks.
+    """Communicators of one rank, what their messages pass through, and the changes that :func:`mpicoll.debug` has made
+    to their checks.
 
     `make_observer` returns the observer that performs the checks of a communicator.
     """
@@ -73,6 +88,15 @@ class Registry:
         self._lock = threading.Lock()
         self._members: list[ref[Member]] = []
         self._changes: list[Change] = []
+        # What messages of device memory pass through, of all communicators.
+        self.peer_messages: tuple[MessageChannel, ...] = ()
+
+    def add_peer_messages(self, messages: MessageChannel) -> None:
+        """Have messages of all communicators pass through `messages`, and receives that were cached prepared again."""
+        with self._lock:
+            self.peer_messages = (*self.peer_messages, messages)
+        for comm in self.members():
+            comm.discard_calls()
 
     def add(self, comm: Member) -> None:
         """Register a new communicator."""

@@ -20,7 +20,7 @@ from mpicoll.buffers.ops import Reduction
 from mpicoll.config import config
 from mpicoll.engine import cuda_probes
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.executors import cuda_ipc, nccl, slots, stream_order
+from mpicoll.engine.executors import cuda_ipc, nccl, peer_messages, slots, stream_order
 from mpicoll.engine.executors.bound_schedule import Exchanger
 from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
 from mpicoll.engine.executors.peer_memory import PeerMemory
@@ -53,6 +53,8 @@ class DeviceContext:
         self._order: stream_order.StreamOrder | None = None
         # The reason why the host waits for collectives in the memory of other ranks; None if streams are ordered.
         self._no_order: str | None = None
+        # The reason why messages pass through the host, after the exchange.
+        self._no_messages: str | None = None
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
 
@@ -131,8 +133,17 @@ class DeviceContext:
         self._peers = PeerMemory(self._transport, arena, self.device, [one["device"] for one in properties_by_rank])
         obstacle = self._peers.check()
         if obstacle is None and comm is not None:
+            self._no_messages = self._create_messages(comm, arena, [one["device"] for one in properties_by_rank])
             self._no_order = self._create_order(comm, arena, [one["order"] for one in properties_by_rank])
         return obstacle
+
+    def _create_messages(self, comm: CommunicatorCore, arena: Arena, devices: list[str]) -> str | None:
+        """Let messages between the ranks pass through memory that they open, or return the reason why they pass through
+        the host. Collective."""
+        if peer_messages.are_connected(comm, devices):
+            return None
+        created = peer_messages.create(comm, arena, self.device, devices)
+        return created if isinstance(created, str) else None
 
     def _create_order(self, comm: CommunicatorCore, arena: Arena, settings: list[str]) -> str | None:
         """Order collectives by streams, or return the reason why the host has to wait for them. Collective."""
@@ -158,6 +169,12 @@ class DeviceContext:
     def synchronized_native(self, native: Native) -> Native:
         """Return the MPI library's own collectives, each called after all work queued on the device is done."""
         return cast(Native, SynchronizedNative(native, self.device))
+
+    def describe_messages(self) -> str:
+        """Return the reason why messages to ranks of this communicator pass through the host."""
+        if not self.has_exchanged:
+            return "the ranks have not tried yet if they reach each other's memory: the first collective on it does"
+        return self._ipc or self._no_messages or "the receiver is this rank, or is on another node"
 
     def describe_order(self, *, has_kernel: bool) -> str:
         """Return who waits for collectives in the memory of other ranks. `has_kernel` is False for functions of the

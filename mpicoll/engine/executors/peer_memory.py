@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -45,7 +45,7 @@ Location: TypeAlias = tuple[int, ...]
 
 NO_LOCATION: Location = (-1, 0)
 
-_open_lock = threading.Lock()
+open_lock = threading.Lock()
 """Lock held while allocations are opened, and while the list of known allocations changes."""
 
 
@@ -82,8 +82,8 @@ class PeerMemory:
         # References that keep allocations open during the current operation.
         self._used: list[DeviceArray] = []
         self._substitutes: dict[int, DeviceArray] = {}
-        with _open_lock:
-            _instances.add(self)
+        with open_lock:
+            register_opened(self)
 
     def check(self) -> str | None:
         """Return the reason why the ranks can't access each other's memory, the same text on all of them; None if they
@@ -196,7 +196,7 @@ class PeerMemory:
             del self._published[number]
         self._published |= self._unpublished
         self._unpublished = {}
-        with _open_lock:
+        with open_lock:
             for rank, text in enumerate(texts):
                 lost, new = json.loads(text)
                 if rank == self._rank or not (lost or new):
@@ -229,7 +229,7 @@ class PeerMemory:
         part = self._views.get(key)
         if part is None:
             # A thread that closes the allocation meanwhile must find the view, which would keep it open.
-            with _open_lock:
+            with open_lock:
                 if len(self._views) >= _VIEWS:
                     self._forget()
                 memory = self._memory(rank, number)
@@ -269,23 +269,8 @@ class PeerMemory:
     def _memory(self, rank: int, number: int) -> DeviceArray:
         allocation = self._others[rank][number]
         if allocation.memory is None:
-            allocation.memory = self._open(allocation.export)
+            allocation.memory = open_allocation(self.device, allocation.export, self._transport.timeout)
         return allocation.memory
-
-    def _open(self, export: Export) -> DeviceArray:
-        """Open an allocation. Allocations that overlap it are closed first, because the system may refuse to open an
-        address where an allocation is open that its owner has freed."""
-        for peers in _instances:
-            peers.close(export.process, lambda old: old.number != export.number and _overlap(old, export))
-        try:
-            return self.device.reach(export)
-        except DeviceError:
-            # Small allocations lie in larger ones of the system, and the system opens the latter. Collectives that
-            # streams order keep open what they use.
-            release_memory(self._transport.timeout)
-            for peers in _instances:
-                peers.close(export.process, lambda old: True)
-            return self.device.reach(export)
 
     def close(self, process: str, which: Callable[[Export], bool]) -> None:
         """Close the allocations of `process` that satisfy `which`; those in use by an operation close when it has
@@ -307,8 +292,39 @@ def _overlap(one: Export, other: Export) -> bool:
     return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
 
 
-_instances: WeakSet[PeerMemory] = WeakSet()
-"""Peers of all communicators of this process, which may have opened the same allocations."""
+class _Opened(Protocol):
+    """An owner of open allocations of other processes."""
+
+    def close(self, process: str, which: Callable[[Export], bool]) -> None: ...
+
+
+_instances: WeakSet[_Opened] = WeakSet()
+"""Owners of open allocations, which may be the same ones, of all communicators of this process."""
+
+
+def register_opened(opened: _Opened) -> None:
+    """Have :func:`open_allocation` close what is in its way among what `opened` keeps open. The lock is held."""
+    _instances.add(opened)
+
+
+def open_allocation(device: Device, export: Export, seconds: float) -> DeviceArray:
+    """Open an allocation of another process; the lock is held. Raises DeviceError if it can't be opened.
+
+    Allocations that overlap it are closed first, because the system may refuse to open an address where an allocation
+    is open that its owner has freed. Waits at most so many `seconds` for the collectives of each communicator that use
+    such allocations.
+    """
+    for opened in _instances:
+        opened.close(export.process, lambda old: old.number != export.number and _overlap(old, export))
+    try:
+        return device.reach(export)
+    except DeviceError:
+        # Small allocations lie in larger ones of the system, and the system opens the latter. Collectives that
+        # streams order keep open what they use.
+        release_memory(seconds)
+        for opened in _instances:
+            opened.close(export.process, lambda old: True)
+        return device.reach(export)
 
 
 def _encode(export: Export) -> list[Any]:

@@ -24,6 +24,13 @@ _NOTHING = np.empty(0, np.uint8)
 PIECE = 1 << 20
 """Bytes of a message that pass through page-locked memory at a time."""
 
+MIN_ANNOUNCED_BYTES = 1 << 16
+"""Bytes from which on a message may be announced, and be copied from memory of its sender; smaller ones pass through
+the host, which costs less."""
+
+ANNOUNCEMENT_BYTES = 256
+"""Size of an announcement, which comes in place of a larger message."""
+
 
 class SynchronizedNative:
     """MPI's own collectives, each called after all work queued on the device is done."""
@@ -140,19 +147,22 @@ def copy_to_host(buffer: Buffer, device: Device) -> Array:
 
 class DeviceReceive:
     """Receive memory for a message to `buffer`, which lies on `device`: `as_bytes` is to be filled, then stored. It is
-    page-locked memory of the host; or the memory of `buffer` itself, if messages are received `direct` into it."""
+    page-locked memory of the host; or the memory of `buffer` itself, if messages are received `direct` into it.
 
-    __slots__ = ("_array", "_device", "_direct", "_events", "as_bytes")
+    `array` is the memory of `buffer`, which may be written to when `events` are done.
+    """
+
+    __slots__ = ("_device", "_direct", "array", "as_bytes", "events")
 
     def __init__(self, buffer: Buffer, device: Device, *, direct: bool) -> None:
         array = buffer.array
-        self._array = array
+        self.array = array
         self._device = device
         self._direct = direct and array.flags.c_contiguous
         # The caller's pending work may still read the buffer.
-        self._events = record_events(buffer)
+        self.events = record_events(buffer)
         if self._direct:
-            with device.working(self._events):
+            with device.working(self.events):
                 self.as_bytes: Array = array.reshape(-1).view(np.uint8)
         else:
             self.as_bytes = device.allocate_pinned(array.nbytes)
@@ -160,5 +170,5 @@ class DeviceReceive:
     def store(self) -> None:
         """Copy the received message to the buffer."""
         if not self._direct:
-            with self._device.working(self._events):
-                np.copyto(self._array, self.as_bytes.view(self._array.dtype).reshape(self._array.shape))
+            with self._device.working(self.events):
+                np.copyto(self.array, self.as_bytes.view(self.array.dtype).reshape(self.array.shape))

@@ -85,13 +85,14 @@ def check_agreement(
     causal: bool,
     scale: float,
     layout: Layout,
-) -> None:
-    """Raise ArgumentError on all ranks if their arguments differ.
+) -> bool:
+    """Raise ArgumentError on all ranks if their arguments differ. Return True if tensors are on CUDA devices, on all
+    ranks.
 
     Otherwise blocks of different sizes would match, or a rank would wait in a backward that another rank does not run.
     """
     if comm.size == 1:
-        return
+        return False
     recorded = [one.requires_grad and torch.is_grad_enabled() for one in tensors]
     (bits,) = struct.unpack("q", struct.pack("d", scale))
     mine = [
@@ -103,7 +104,8 @@ def check_agreement(
         LAYOUTS.index(layout),
         bits,
     ]
-    everyone = allgather(np.array([mine]), comm=comm)
+    found = allgather(np.array([[tensors[0].is_cuda, *mine]]), comm=comm)
+    everyone = found[:, 1:]
     differs = (everyone != everyone[0]).any(axis=1)
     if differs.any():
         other = int(differs.argmax())
@@ -111,6 +113,7 @@ def check_agreement(
             f"{operation}: the arguments differ: rank 0 passed {_describe(everyone[0].tolist())}, but rank {other}"
             f" {_describe(everyone[other].tolist())} {describe_rank(comm)}"
         )
+    return bool(found[:, 0].all())
 
 
 _OPERATIONS = ("ring_attention", "ulysses_attention")

@@ -21,6 +21,7 @@ from mpicoll.parallel.context_parallel.arguments import check_agreement, check_a
 from mpicoll.parallel.context_parallel.attention_block import attend, attend_backward, get_accumulation_dtype
 from mpicoll.parallel.context_parallel.sequence import Layout
 from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.p2p.device_messages import connect_devices
 from mpicoll.torch.no_compile import disable_compile
 
 _PartialGradients: TypeAlias = tuple[slice, slice, list[Tensor]]
@@ -44,7 +45,7 @@ def ring_attention(
     2023, Ring Attention); masked blocks are not computed. The backward sends them round again, together with their
     gradients. Only this rank's own tensors are kept between the two. On a CUDA device a block is computed by matrix
     products, with all its weights in memory, tokens^2 for each head. Each of P ranks sends, where n is the
-    size of its `key` and `value` together: an all-gather of 160 bytes, which compares the arguments, then n(P-1) bytes
+    size of its `key` and `value` together: an all-gather of 168 bytes, which compares the arguments, then n(P-1) bytes
     in 2(P-1) messages; in the backward 2n(P-1) bytes in 4(P-1) messages. With half precision the gradients, which
     are sent in float32, take twice as much (3n(P-1) in all).
 
@@ -80,7 +81,8 @@ def ring_attention(
     """
     comm = communicator(group, "context")
     scale = check_arguments("ring_attention", comm, query, key, value, causal, scale, layout)
-    check_agreement("ring_attention", comm, (query, key, value), causal, scale, layout)
+    if check_agreement("ring_attention", comm, (query, key, value), causal, scale, layout):
+        connect_devices(comm, query.device)
     result: Tensor = _RingAttention.apply(query, key, value, _MaskPlan(comm, causal, scale, layout))
     return result
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class ChannelMux:
                 layout = outbox.layout = MessageLayout(spec)
                 outbox.end = self._bind_end(peer, key, layout)
             kind = _DATA_SYNC if sending.sync else _DATA
-            for data in layout.pack(payload):
+            for data in layout.pack(payload, partial(self._wire.announce, dest=peer.stage)):
                 moving.append(self._send(peer, outbox, key, kind, data))
         if sending.sync:
             outbox.unacknowledged.append(sending)
@@ -225,7 +226,9 @@ class ChannelMux:
         if arrival is None:
             objects = kind in (_OBJECT, _OBJECT_SYNC)
             arrival = inbox.arriving = IncomingValue(
-                None if objects else inbox.layout, sync=kind in (_DATA_SYNC, _OBJECT_SYNC)
+                None if objects else inbox.layout,
+                sync=kind in (_DATA_SYNC, _OBJECT_SYNC),
+                find_announced=self._wire.find_announced,
             )
             if inbox.waiting:
                 self._match(inbox.waiting.popleft(), arrival, fresh=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -19,7 +19,9 @@ from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives.bcast import ibcast
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.request import Request
+from mpicoll.engine.executors.peer_messages import Announced, find_announced
 from mpicoll.errors import CommunicatorError, DTypeError, Timeout
+from mpicoll.parallel.p2p.device_messages import announce_tensor
 from mpicoll.torch.tensors import check_plain, flatten_input
 from mpicoll.transport.base import Envelope, Memory
 
@@ -215,7 +217,8 @@ class MessageLayout:
     """The messages of the tensors of a spec: large tensors alone, small ones together. At least one message.
 
     ``messages`` holds for each its size in bytes and its parts; a message of a single part is the memory of that
-    tensor. All messages are in host memory: tensors on a device are copied, all of a value at once.
+    tensor. All messages are in host memory: tensors on a device are copied, all of a value at once, unless their
+    messages are announced.
     """
 
     __slots__ = ("leaves", "messages", "spec")
@@ -238,14 +241,17 @@ class MessageLayout:
         if together or not alone:
             self.messages.append((end, tuple(together)))
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
-        """Return the messages of `tensors`."""
+    def pack(self, tensors: Sequence[torch.Tensor], announce: Callable[[torch.Tensor], Memory | None]) -> list[Memory]:
+        """Return the messages of `tensors`. `announce` returns what is sent in place of a large tensor on a device, or
+        None if its bytes are sent."""
         messages = []
         copied: list[HostCopy] = []
         for nbytes, parts in self.messages:
             several = [tensors[part.index] for part in parts]
             if len(several) == 1 and several[0].is_cpu:
                 messages.append(as_bytes(several[0]))
+            elif len(several) == 1 and (announcement := announce(several[0])) is not None:
+                messages.append(announcement)
             else:
                 packed = allocate_host_buffer(
                     "send", nbytes, next((one.device for one in several if one.is_cuda), None)
@@ -288,6 +294,13 @@ class MessageTransport(Protocol):
     def iprobe(self, source: int, tag: None) -> Envelope | None:
         """Return the envelope of the first message from `source` that was not received yet, or None."""
 
+    def announce(self, tensor: torch.Tensor, dest: int) -> Memory | None:
+        """Return what is sent in place of a tensor on a device, for a receiver that copies it from there; None if its
+        bytes are to be sent."""
+
+    def find_announced(self, data: Memory) -> Announced | None:
+        """Return the message that is announced by the received bytes `data`; None if they are the message."""
+
     def bind_end(
         self, peer: int, spec: TensorSpec, sync_tags: tuple[int, ...], plain_tags: tuple[int, ...], acknowledgement: int
     ) -> LineEnd | None:
@@ -315,6 +328,13 @@ class SendRecvTransport:
         self.iprobe = transport.iprobe
         self._probe = transport.probe
         self._bind_end = transport.bind_line_end
+
+    def announce(self, tensor: torch.Tensor, dest: int) -> Memory | None:
+        # Nobody asks for the size of these messages, by which the tag would be needed.
+        return announce_tensor(core_of(self.comm), dest, 0, tensor)
+
+    def find_announced(self, data: Memory) -> Announced | None:
+        return find_announced(core_of(self.comm), data)
 
     def bind_end(self, peer: int, spec: TensorSpec, *tags: Any) -> LineEnd | None:
         return self._bind_end(peer, spec.empty(), spec.nbytes, *tags)
@@ -382,6 +402,12 @@ class BroadcastTransport:
             return None
         request.wait()
         return Envelope(source, int(head[0]), int(head[1]))
+
+    def announce(self, tensor: torch.Tensor, dest: int) -> None:
+        """Return None: broadcasts have a path of their own on devices."""
+
+    def find_announced(self, data: Memory) -> None:
+        """Return None: nothing is announced."""
 
     def bind_end(self, *args: Any) -> None:
         """Return None: values are broadcast in Python."""

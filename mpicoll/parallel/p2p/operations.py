@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from mpicoll.engine.executors.peer_messages import Announced
+from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES, MIN_ANNOUNCED_BYTES
 from mpicoll.errors import CommunicationError, DeviceError, RankFailed
+from mpicoll.parallel.p2p.device_messages import copy_announced
 from mpicoll.parallel.p2p.message_format import (
     HostCopy,
     MessageLayout,
@@ -183,10 +186,13 @@ PendingOperation: TypeAlias = "PendingSend | PendingRecv"
 
 
 class IncomingValue:
-    """A value being received. `layout` is None for an object."""
+    """A value being received. `layout` is None for an object. `find_announced` returns the message that received bytes
+    announce, or None."""
 
     __slots__ = (
+        "_announcements",
         "_direct",
+        "_find_announced",
         "_packed",
         "_restore",
         "_staged",
@@ -198,8 +204,13 @@ class IncomingValue:
         "sync",
     )
 
-    def __init__(self, layout: MessageLayout | None, *, sync: bool) -> None:
+    def __init__(
+        self, layout: MessageLayout | None, *, sync: bool, find_announced: Callable[[Memory], Announced | None]
+    ) -> None:
         self.layout = layout
+        self._find_announced = find_announced
+        # Of the tensors whose messages lie in memory of the sender: their indices, and the announcements.
+        self._announcements: dict[int, Memory] = {}
         self.sync = sync
         self.receiving: PendingRecv | None = None
         self.moving: list[PendingMessage] = []
@@ -230,10 +241,14 @@ class IncomingValue:
             return self._packed
         messages, leaves = self.layout.messages, self.layout.leaves
         expected, parts = messages[len(self.moving)]
-        if nbytes != expected:
+        alone = parts[0].index if len(parts) == 1 else None
+        announced = nbytes == ANNOUNCEMENT_BYTES and expected >= MIN_ANNOUNCED_BYTES and alone is not None
+        if nbytes != expected and not announced:
             return None
         self.complete = len(self.moving) + 1 == len(messages)
-        alone = parts[0].index if len(parts) == 1 else None
+        if announced and alone is not None:
+            self._announcements[alone] = np.empty(nbytes, np.uint8)
+            return self._announcements[alone]
         if alone is not None and (self._direct or leaves[alone].device == "cpu"):
             if alone not in self._tensors:
                 self._tensors[alone] = leaves[alone].empty()
@@ -276,10 +291,24 @@ class IncomingValue:
             for number, start, stop in parts:
                 self._tensors[number] = leaves[number].empty()
                 places.append((self._tensors[number], staged[start:stop]))
+        for number in self._announcements:
+            self._tensors[number] = leaves[number].empty()
+            self._copy_announced(number, self._tensors[number])
         copy_from_host(places)
 
+    def _copy_announced(self, number: int, target: torch.Tensor) -> None:
+        """Copy tensor `number` from memory of the sender to `target`, which is contiguous."""
+        message = self._find_announced(self._announcements[number])
+        if message is None:
+            raise CommunicationError("a message of an unexpected size was received in place of a tensor")
+        copy_announced(message, target)
+
     def _store(self, into: torch.Tensor) -> None:
-        if not self._direct:
+        if self._announcements:
+            if not self._direct:
+                self._tensors[0], self._restore = flatten_output("recv", into)
+            self._copy_announced(0, self._tensors[0])
+        elif not self._direct:
             flat, self._restore = flatten_output("recv", into)
             copy_from_host([(flat, self._staged[0][0] if self._staged else as_bytes(self._tensors[0]))])
         if self._restore is not None:

@@ -17,6 +17,7 @@ from mpicoll.engine.world import world
 from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.p2p.channels import BACKWARD, FORWARD, PLAIN, ChannelMux, line_key
+from mpicoll.parallel.p2p.device_messages import connect_devices
 from mpicoll.parallel.p2p.message_format import (
     BroadcastTransport,
     MessageTransport,
@@ -41,8 +42,10 @@ class PipeP2P:
 
     Making an instance is collective over `group`, as is :meth:`close`.
 
-    Tensors on a CUDA device are copied through host memory, so a send waits until they are computed; the receiver gets
-    them on the device that is current when it calls the receive.
+    A send of tensors on a CUDA device waits until they are computed; the receiver gets them on the device that is
+    current when it calls the receive. Between stages of one node, large tensors are copied from device to device if
+    CUDA was in use on all stages when the instance was made, or the ranks have had a collective on the device; all
+    others pass through host memory.
 
     :meth:`send` and the combined forms return when the other stage has begun to receive: so a program does not hang or
     succeed depending on message sizes, and a send to a stage that does not receive raises Timeout. The request of
@@ -86,7 +89,11 @@ class PipeP2P:
                 "init_process_groups: background=True needs MPI_THREAD_MULTIPLE, which this MPI library does not"
                 f" provide; call poll() regularly instead {groups.describe_rank(comm)}"
             )
-        self._ranks: list[int] = allgather(np.array([world().rank]), comm=comm).tolist()
+        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        stages = allgather(np.array([[world().rank, uses_cuda]]), comm=comm)
+        self._ranks: list[int] = stages[:, 0].tolist()
+        if stages[:, 1].all():
+            connect_devices(comm, torch.device("cuda", torch.cuda.current_device()))
         self._send_recv = send_recv
         self._wire: MessageTransport = SendRecvTransport(comm) if send_recv else BroadcastTransport(comm)
         own = core_of(self._wire.comm or comm)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_cuda
+from support.cuda_calls import count_cuda_calls
 
 import mpicoll
 from mpicoll.config import config
@@ -31,33 +29,7 @@ device."""
 
 @pytest.fixture
 def counted(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The calls of CUDA's runtime, of its driver and of kernels."""
-    from mpicoll.buffers.cuda import driver
-
-    if not fake_cuda.is_fake(cuda):
-        pytest.skip("the calls of cupy itself can't be counted")
-    counts: Counter[str] = Counter()
-
-    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments, **options)
-
-        return call
-
-    runtime = cuda.cuda.runtime
-    for name, function in list(vars(runtime).items()):
-        if callable(function) and name[0].islower() and not isinstance(function, type):
-            monkeypatch.setattr(runtime, name, count(name, function))
-    monkeypatch.setattr(cuda.RawKernel, "__call__", count("kernel", cuda.RawKernel.__call__))
-    real = driver.libcuda()
-
-    class Driver:
-        def __getattr__(self, name: str) -> Any:
-            return count(name, getattr(real, name))
-
-    monkeypatch.setattr(driver, "libcuda", Driver)
-    return counts
+    return count_cuda_calls(cuda, monkeypatch)
 
 
 @pytest.mark.parametrize(("collective", "algorithm", "order", "calls", "waits"), BUDGETS)

@@ -79,6 +79,11 @@ class Loop:
         assert data.size == len(message)
         return Slow(message, data, self)
 
+    def announce(self, *args: Any, **options: Any) -> None:
+        """There is no device."""
+
+    find_announced = announce
+
     def bind_end(self, *args: Any) -> None:
         """There is no MPI between these stages."""
 
