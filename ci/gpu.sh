@@ -1,12 +1,20 @@
 #!/usr/bin/env bash
 # What only a machine with NVIDIA GPUs can show: ci/gpu.sh
 # Some parts of it:                              ci/gpu.sh PART... [RANKS...] [FILE.json]
-# PART is install, doctor, tests, bench, training or tune. RANKS are numbers of ranks for the last four (1: tests of one
-# process); FILE.json is what bench writes (gpu-bench.json). The table that tune makes is only looked at.
-# With MPICOLL_CUDA_ORDER=stream, tests, bench and training run with collectives that are ordered by streams.
+# PART is install, doctor, order, order-rows, messages, tests, bench, training or tune. RANKS are numbers of ranks for all
+# but the first two (tests 1: tests of one process); FILE.json is what bench writes (gpu-bench.json). The table that tune
+# makes is only looked at. order and order-rows test collectives that are ordered by streams; with
+# MPICOLL_CUDA_ORDER=stream, tests, bench and training run with them too. messages are those by ipc.
 #
-# Once the environment is made, each of these ends within 9 minutes: install; doctor; tests N, bench N, training N, and
-# tune N for one N. The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...):
+# Once the environment is made, each of these ends within 9 minutes: install; doctor; each other PART for one number of
+# ranks. What has not passed on hardware yet comes first in this row, each line in one call:
+#   ci/gpu.sh install doctor; ci/gpu.sh order 2
+#   ci/gpu.sh messages 2; ci/gpu.sh messages 4
+#   ci/gpu.sh order 4
+#   ci/gpu.sh order-rows 2; ci/gpu.sh order-rows 4
+#   ci/gpu.sh tune 2; ci/gpu.sh tune 4
+#
+# The environment is .venv-gpu, with the packages of the python that is there (torch, cupy, ...):
 # PYTHON names it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or
 # ./.whl), if there is one, and then only from there; else from the index. A machine with Python 3.12, torch 2.11 and cupy 14 lacks
 # these; pip matches the name of a platform exactly, so they are all named:
@@ -19,11 +27,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [install|doctor|tests|bench|training|tune]... [RANKS...] [FILE.json]"
+usage="usage: $0 [install|doctor|order|order-rows|messages|tests|bench|training|tune]... [RANKS...] [FILE.json]"
 parts=() file=gpu-bench.json ranks=
 for word in "$@"; do
     case $word in
-        install | doctor | tests | bench | training | tune) parts+=("$word") ;;
+        install | doctor | order | order-rows | messages | tests | bench | training | tune) parts+=("$word") ;;
         *.json) file=$word ;;
         *) [[ $word =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; }; ranks+=" $word" ;;
     esac
@@ -129,6 +137,12 @@ wanted() { [[ ${#parts[@]} -eq 0 || " ${parts[*]} " == *" $1 "* ]]; }
 # Verbose, so that a run that is cut by its limit has named what failed.
 pytest_on_gpu=(python -m pytest -v "$color" -p no:cacheprovider -W default tests/gpu)
 
+# native NAME N SECONDS SELECTION: the tests of native calls on N ranks, those that SELECTION names. Processes take turns
+# on a GPU: a test may take long.
+native() {
+    tests "$1-$2" "$3" mpirun -np "$2" "${pytest_on_gpu[@]}/test_native.py" --with-mpi -m "gpu and mpi" --timeout=150 -k "$4"
+}
+
 # bench NAME N SECONDS ARGUMENTS...: a table of N ranks, and JSON.
 bench() {
     local name=$1 np=$2 limit=$3
@@ -142,6 +156,23 @@ if wanted install; then
 fi
 if wanted doctor; then
     check doctor 180 mpicoll doctor
+fi
+if wanted order; then
+    for np in ${ranks:-2 4}; do
+        MPICOLL_CUDA_ORDER=stream native order "$np" 510 "not rows and not each_op and not messages"
+    done
+fi
+if wanted order-rows; then
+    for np in ${ranks:-2 4}; do
+        MPICOLL_CUDA_ORDER=stream native order-rows "$np" 510 "rows or each_op"
+    done
+fi
+if wanted messages; then
+    for np in ${ranks:-2 4}; do
+        native messages "$np" 200 messages
+        [[ $np -ne 2 ]] || check send 60 mpirun -np 2 python -m mpicoll bench send --device cuda \
+            --sizes 4k,64k,1m,16m,64m --seconds 0.5
+    done
 fi
 if wanted tests; then
     for np in ${ranks:-1 2 4}; do
