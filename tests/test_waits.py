@@ -125,7 +125,7 @@ WAITS = {
         "engine/core/queue.py::OperationQueue.drain",
         "engine/executors/peer_messages.py::PeerMessages.drain",
         "engine/executors/stream_order.py::StreamOrder._try",
-        "engine/executors/stream_order.py::StreamOrder.drain",
+        "engine/executors/stream_order.py::SubmittedCollectives.drain",
         "engine/tracing/recorder.py::Recorder.stop",
         "engine/tracing/recorder.py::Recorder.flush",
         "engine/tracing/session.py::TraceSession._compare_clocks",
@@ -160,7 +160,7 @@ WAITS = {
     },
     "a lock that is held for moments, or is not waited for": {
         "engine/core/queue.py::OperationQueue.abandon",
-        "engine/executors/stream_order.py::StreamOrder._sweep",
+        "engine/executors/stream_order.py::SubmittedCollectives._sweep",
         "engine/core/queue.py::OperationQueue.make_progress",
         "torch/work.py::RecvHandle.test",
         "transport/control/network.py::ControlNetwork._before_fork",

@@ -15,7 +15,7 @@ from mpicoll.collectives.arguments import make_selection_query
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.threads import count_threads
 from mpicoll.engine.learning import explain_learning
-from mpicoll.engine.selection.catalogue import IPC, SharedMemoryAlgorithm
+from mpicoll.engine.selection.catalogue import IPC, NCCL, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, is_decided, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
@@ -80,8 +80,10 @@ def explain(
         threads = count_threads(communicator.transport)
         if threads > 1:
             choice = choice._replace(reason=f"{choice.reason}; in up to {threads} threads of this rank")
-    if choice.name == IPC and communicator.devices is not None and query.device is not None and query.device.models:
-        order = communicator.devices.describe_order(has_kernel=query.has_kernel)
+    tried = communicator.devices is not None and query.device is not None and query.device.models is not None
+    if choice.name in (IPC, NCCL) and tried:
+        assert communicator.devices is not None
+        order = communicator.devices.describe_order(has_kernel=query.has_kernel, native=choice.name == NCCL)
         choice = choice._replace(reason=f"{choice.reason}; {order}")
     if communicator.size == 1:
         return choice  # with one rank the other algorithms are irrelevant

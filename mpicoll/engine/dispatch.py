@@ -304,16 +304,10 @@ def bind_repeated_on_device(
     arrays = operation.arrays.for_shared_memory()
     if arrays.load is not do_nothing or arrays.store is not do_nothing:
         return False
-    order = _find_order(operation, choice, device)
+    order = _get_device_context(operation.comm, device).find_order(operation.arrays.reduction)
+    order = order if choice.name == IPC else None
     collective = _bind_shared_on_device(operation, choice, arrays, device, repeated=True, order=order)
     return choice, arrays, collective, order
-
-
-def _find_order(operation: Operation, choice: Choice, device: Device) -> StreamOrder | None:
-    """Return the order in which the streams of the ranks carry out `operation`; None if the host waits for them."""
-    if choice.name != IPC:
-        return None
-    return _get_device_context(operation.comm, device).find_order(operation.arrays.reduction)
 
 
 def _bind_shared_on_device(
@@ -342,7 +336,12 @@ def _bind_on_device(operation: Operation, device: Device, call: Call | None) -> 
         from mpicoll.engine.executors.stream_order import Waiting, complete_or_defer
 
         choice = choose_after_exchange()
-        order = _find_order(operation, choice, device)
+        device_context = _get_device_context(operation.comm, device)
+        if choice.name == NCCL and (native := device_context.find_native_order()) is not None:
+            submit = partial(native.submit, operation.arrays.run_native)
+            complete_or_defer(native.carry_out(operation.after, submit, kept=operation))
+            return
+        order = device_context.find_order(operation.arrays.reduction) if choice.name == IPC else None
         if order is not None:
             submit = partial(_submit_on_device, operation, choice, device, order)
             complete_or_defer(order.carry_out(operation.after, submit, kept=operation))

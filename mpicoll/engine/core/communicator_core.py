@@ -43,8 +43,8 @@ class DeviceResources(Protocol):
 
     has_exchanged: bool
 
-    def describe_order(self, *, has_kernel: bool) -> str:
-        """Return who waits for collectives in the memory of other ranks."""
+    def describe_order(self, *, has_kernel: bool, native: bool) -> str:
+        """Return who waits for collectives in the memory of other ranks, or for NCCL's if `native`."""
 
     def describe_messages(self) -> str:
         """Return the reason why messages to ranks of this communicator pass through the host."""

@@ -56,6 +56,9 @@ class DeviceContext:
         # The reason why messages pass through the host, after the exchange.
         self._no_messages: str | None = None
         self._native: nccl.Nccl | None = None
+        self._native_order: nccl.NcclOrder | None = None
+        # The reason why the host waits for all collectives, after the exchange.
+        self._host_order: str | None = None
         self._page_locked: Arena | None = None
 
     def get_capabilities(self, collective: str, reduction: Reduction | None) -> DeviceCapabilities:
@@ -100,6 +103,7 @@ class DeviceContext:
         self._aware = frozenset(cuda_awareness.CLASSES).intersection(
             *(one["aware"] for one in properties_by_rank if "aware" in one)
         )
+        self._host_order = self._find_host_order([one["order"] for one in properties_by_rank])
         if self._ipc is None:
             self._ipc = self._find_ipc_obstacle(properties_by_rank)
         shared = max(Counter(one["device"] for one in properties_by_rank).values())
@@ -134,7 +138,7 @@ class DeviceContext:
         obstacle = self._peers.check()
         if obstacle is None and comm is not None:
             self._no_messages = self._create_messages(comm, arena, [one["device"] for one in properties_by_rank])
-            self._no_order = self._create_order(comm, arena, [one["order"] for one in properties_by_rank])
+            self._no_order = self._host_order or self._create_order(comm, arena)
         return obstacle
 
     def _create_messages(self, comm: CommunicatorCore, arena: Arena, devices: list[str]) -> str | None:
@@ -145,10 +149,14 @@ class DeviceContext:
         created = peer_messages.create(comm, arena, self.device, devices)
         return created if isinstance(created, str) else None
 
-    def _create_order(self, comm: CommunicatorCore, arena: Arena, settings: list[str]) -> str | None:
+    def _find_host_order(self, settings: list[str]) -> str | None:
+        """Return the reason why the host waits for all collectives; None if streams may."""
+        if "host" not in settings:
+            return None
+        return f"MPICOLL_CUDA_ORDER is host on rank {settings.index('host')} of {self._size}"
+
+    def _create_order(self, comm: CommunicatorCore, arena: Arena) -> str | None:
         """Order collectives by streams, or return the reason why the host has to wait for them. Collective."""
-        if "host" in settings:
-            return f"MPICOLL_CUDA_ORDER is host on rank {settings.index('host')} of {self._size}"
         assert self._peers is not None
         order = stream_order.create(comm, arena, self.device, self._peers.workers)
         if isinstance(order, str):
@@ -160,6 +168,10 @@ class DeviceContext:
         """Return the order of collectives with this `reduction` in the memory of other ranks; None where the host waits
         for them: functions of the caller may need it."""
         return self._order if reduction is None or reduction.has_kernel else None
+
+    def find_native_order(self) -> nccl.NcclOrder | None:
+        """Return the order of NCCL's collectives; None where the host waits for them, or NCCL is not available."""
+        return self._native_order
 
     def make_exchanger(self) -> Exchanger:
         """Return the exchange of messages in device memory. The same kind on all ranks."""
@@ -176,9 +188,12 @@ class DeviceContext:
             return "the ranks have not tried yet if they reach each other's memory: the first collective on it does"
         return self._ipc or self._no_messages or "the receiver is this rank, or is on another node"
 
-    def describe_order(self, *, has_kernel: bool) -> str:
-        """Return who waits for collectives in the memory of other ranks. `has_kernel` is False for functions of the
-        caller."""
+    def describe_order(self, *, has_kernel: bool, native: bool) -> str:
+        """Return who waits for collectives in the memory of other ranks, or for NCCL's if `native`. `has_kernel` is
+        False for functions of the caller."""
+        if native:
+            waits = f"the host waits: {self._host_order}"
+            return waits if self._host_order is not None else "ordered by streams, the host does not wait"
         if self._order is None:
             return f"the host waits: {self._no_order}"
         return "ordered by streams, the host does not wait" if has_kernel else "the host waits: op may need it"
@@ -208,12 +223,16 @@ class DeviceContext:
                 self._nccl = created
             else:
                 self._native = created
+                comm = self._comm()
+                if self._host_order is None and comm is not None:
+                    self._native_order = nccl.NcclOrder(comm, self.device, created)
         return self._native
 
     def complete(self) -> None:
         """Wait until the device has completed all collectives, or the communicator has failed."""
-        if self._order is not None:
-            self._order.drain(self._transport.timeout)
+        for order in (self._order, self._native_order):
+            if order is not None:
+                order.drain(self._transport.timeout)
 
     def _register_host_memory(self, arena: Arena) -> None:
         """Register shared memory of the host with the device, for fast copies."""
@@ -226,7 +245,7 @@ class DeviceContext:
     def free(self) -> None:
         """Release the resources of this communicator. Not collective."""
         self.complete()
-        self._order = None
+        self._order = self._native_order = None
         if self._native is not None:
             self._native.free()
             self._native = None

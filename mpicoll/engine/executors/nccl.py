@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import WeakSet, finalize
 
 import numpy as np
 
 from mpicoll.buffers.device import Device, empty_beside, view
+from mpicoll.engine.core.arrays import do_nothing
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.executors.stream_order import Completion, SubmittedCollectives
 from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
 from mpicoll.logs import get_logger
 from mpicoll.transport.base import Memory, Native, Transport
@@ -165,6 +168,8 @@ class Nccl:
         self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._bytes: int = module.NCCL_UINT8
         self._failure: str | None = None
+        # False in a block in which calls return when they have been submitted.
+        self._waits = True
         self._end: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._keeper = threading.Thread(
             target=_hold_communicator, args=(communicator, device, self._end), name="mpicoll-nccl", daemon=True
@@ -360,7 +365,8 @@ class Nccl:
         try:
             with self._group() if grouped else nullcontext():
                 call_nccl(self._communicator, self._device.stream)
-            self._wait(what)
+            if self._waits:
+                self._wait(what)
         except BaseException as error:
             self.abort(f"{what} failed ({error})")
             if isinstance(error, self._module.NcclError):
@@ -386,31 +392,88 @@ class Nccl:
         """Return when all work queued on the device is done. NCCL by itself would wait forever."""
         mark = self._device.record_event()
         begin = time.monotonic()
-        next_check, failed_at = begin + _CHECK_INTERVAL, float("inf")
+        look, next_look = self.watch(what, begin), begin + _CHECK_INTERVAL
 
         def ready() -> bool:
-            nonlocal next_check, failed_at
+            nonlocal next_look
             if mark.done():
                 return True
             now = time.monotonic()
-            if now > next_check:
-                next_check = now + _CHECK_INTERVAL
-                self._communicator.check_async_error()
-                if now - begin > self._transport.timeout:
-                    raise Timeout(
-                        f"{what}: rank {self._rank} of {self._size}: NCCL is not done within the timeout of"
-                        f" {self._transport.timeout:g} s"
-                    )
-                try:
-                    self._transport.check_peers(now - begin, self._peers)
-                except RankFailed:
-                    failed_at = min(failed_at, now)
-                    # A rank that has completed its part may exit.
-                    if now - failed_at > _EXIT_GRACE:
-                        raise
+            if now > next_look:
+                next_look = now + _CHECK_INTERVAL
+                look()
             return False
 
         poll(ready, None, what)
+
+    def watch(self, what: str, begin: float) -> Callable[[], None]:
+        """Return a function that raises the error of work that was begun at that time and is not done, if NCCL or
+        another rank has failed or the work takes too long."""
+        failed_at = float("inf")
+
+        def look() -> None:
+            nonlocal failed_at
+            now = time.monotonic()
+            self._communicator.check_async_error()
+            if now - begin > self._transport.timeout:
+                raise Timeout(
+                    f"{what}: rank {self._rank} of {self._size}: NCCL is not done within the timeout of"
+                    f" {self._transport.timeout:g} s"
+                )
+            try:
+                self._transport.check_peers(now - begin, self._peers)
+            except RankFailed:
+                failed_at = min(failed_at, now)
+                # A rank that has completed its part may exit.
+                if now - failed_at > _EXIT_GRACE:
+                    raise
+
+        return look
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Have calls in the block return when they have been submitted to the device."""
+        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = True
+
+
+class NcclOrder(SubmittedCollectives):
+    """NCCL's collectives of one communicator, which the streams of the ranks order: the host submits them and returns.
+
+    When NCCL or another rank fails, NCCL is aborted, so that its work on the device ends, and the communicator fails.
+    """
+
+    def __init__(self, comm: CommunicatorCore, device: Device, nccl: Nccl) -> None:
+        super().__init__(comm, device)
+        self._nccl = nccl
+        self._looked_at: Completion | None = None
+        self._look: Callable[[], None] = do_nothing
+
+    def submit(self, run_native: Callable[[Native], None]) -> None:
+        """Submit a collective: ``run_native(nccl)``. Raises the error of a communicator that has failed."""
+        self.check()
+        self._number += 1
+        try:
+            with self._nccl.submitting():
+                run_native(cast(Native, self._nccl))
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _find_failure(self) -> None:
+        """Return None: other ranks say nothing; they abort NCCL."""
+
+    def _release(self) -> None:
+        self._nccl.abort(f"an earlier collective failed ({self._failure})")
+
+    def _check_late_ranks(self, first: Completion) -> None:
+        if self._looked_at is not first:
+            what = "a collective" if first.entry is None else str(first.entry[2])
+            self._looked_at, self._look = first, self._nccl.watch(what, first.begin)
+        self._look()
 
 
 def _hold_communicator(communicator: Any, device: Device, end: SimpleQueue[Callable[[], object]]) -> None:

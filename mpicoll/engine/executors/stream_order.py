@@ -73,7 +73,9 @@ class Completion:
 
     __slots__ = ("__weakref__", "_device", "_orders", "begin", "completed", "entry", "event", "kept", "number")
 
-    def __init__(self, device: Device, orders: Sequence[StreamOrder], entry: EntryTuple | None, kept: Any) -> None:
+    def __init__(
+        self, device: Device, orders: Sequence[SubmittedCollectives], entry: EntryTuple | None, kept: Any
+    ) -> None:
         self._device = device
         self._orders = orders
         self.entry = entry
@@ -126,19 +128,176 @@ class Completion:
         finalize(self, self._device.reuse_event, self.event).atexit = False
 
 
-class StreamOrder:
+class SubmittedCollectives:
+    """Collectives of one communicator that its ranks submit to their devices, in one order, and do not wait for.
+
+    A subclass submits them, and knows how failures of other ranks are found, and how pending work is ended.
+    """
+
+    def __init__(self, comm: CommunicatorCore, device: Device) -> None:
+        self.device = device
+        self._transport = comm.transport
+        self._queue = ref(comm.queue)
+        self._watched = comm.watch is not None and not comm.transport.survives_deaths
+        self._rank, self._size = comm.rank, comm.size
+        # The number of the last collective, the same on all ranks.
+        self._number = 0
+        # The completion of the last collective, and the thread whose stream it is on.
+        self._last: Completion | None = None
+        self._last_thread: object = None
+        self._kept: list[Any] = []
+        self._pending: deque[Completion] = deque()
+        self._sweeping = threading.Lock()
+        self._failure: BaseException | None = None
+        if comm.watch is not None:
+            comm.watch.waits.submitted = _monitor.list_pending
+
+    def _find_failure(self) -> MpicollError | None:
+        """Return the error of another rank that has failed."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """End the work that is pending on the device, after the communicator was marked as failed."""
+        raise NotImplementedError
+
+    def _check_late_ranks(self, first: Completion) -> None:
+        """Raise the error of the first pending collective if a rank that it waits for has died, or is late."""
+        raise NotImplementedError
+
+    # --- collectives
+
+    def carry_out(
+        self, after: Sequence[StreamEvent], function: Callable[..., None], *args: Any, kept: Any = None
+    ) -> Completion:
+        """Call `function`, which submits a collective, in queue order, and return its completion on the device. The
+        work begins when `after` is done, and keeps `kept`."""
+        queue, device = self._queue(), self.device
+        completion = Completion(device, (self,), None if queue is None else queue.current, kept)
+        self._pending.append(completion)
+        _monitor.watch(self)
+        with device.submitting(after):
+            thread = _this_thread.token
+            if self._last is not None and self._last_thread is not thread:
+                # Words have to be written in the order of their numbers, and substitutes to be used in it.
+                self._last.follow()
+            try:
+                function(*args)
+            finally:
+                completion.kept.append(self._kept)
+                completion.number = self._number
+                self._kept = []
+                self._record(completion)
+                self._last, self._last_thread = completion, thread
+        return completion
+
+    def _record(self, completion: Completion) -> None:
+        try:
+            completion.record()
+        except BaseException as error:
+            self._pending.remove(completion)
+            self.fail(error)
+            raise
+
+    # --- failures
+
+    def check(self) -> None:
+        """Raise the error of the communicator if it has failed."""
+        if self._failure is None:
+            found = self._find_failure()
+            if found is None:
+                return
+            self.fail(found)
+        failure = self._failure
+        assert failure is not None
+        if isinstance(failure, MpicollError):
+            raise type(failure)(*failure.args) from failure
+        raise CommunicationError(
+            f"rank {self._rank} of {self._size}: an earlier collective on the device failed: {failure}; create another"
+            " communicator"
+        ) from failure
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the communicator as failed by `error`, then end the work that is pending on the device."""
+        if self._failure is None:
+            self._failure = error
+            queue = self._queue()
+            if queue is not None:
+                queue.discard_calls()
+                queue.match = self._refuse
+        self._release()
+
+    def _refuse(self, call: Call) -> None:
+        self.check()
+
+    def supervise(self) -> bool:
+        """Release what has completed, and look for failures of other ranks. Return True if something is left."""
+        self._sweep()
+        first = next(iter(self._pending), None)
+        if first is None:
+            return False
+        if first.event is None:
+            return True  # the thread that submits it looks itself
+        try:
+            self.check()
+            if not self._watched:
+                self._check_late_ranks(first)
+        except Exception as error:  # noqa: BLE001  raised by later calls
+            # Again, for what was submitted meanwhile.
+            self.fail(error)
+        return True
+
+    @property
+    def has_pending(self) -> bool:
+        """True if the device may not have completed all collectives."""
+        return bool(self._pending)
+
+    def find_pending(self) -> Entry | None:
+        """Return the first collective that the device has not completed, with the time of its submission."""
+        first = next(iter(self._pending), None)
+        if first is None or first.event is None or first.entry is None:
+            return None
+        return Entry._make(first.entry)._replace(begin=first.begin)
+
+    def _sweep(self) -> None:
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            while self._pending:
+                first = self._pending[0]
+                if first.event is None:
+                    return
+                try:
+                    if not first.done():
+                        return
+                except Exception as error:  # noqa: BLE001  raised by later calls
+                    self.fail(error)
+                # In this order: other threads take it that what is not pending keeps no memory open.
+                first.release()
+                self._pending.popleft()
+        finally:
+            self._sweeping.release()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the device has completed all collectives that have been submitted, at most for that many seconds,
+        and let go of their memory. Return True if none is left."""
+        limit = time.monotonic() + seconds
+        while self.supervise():
+            first = next(iter(self._pending), None)
+            if (first is not None and first.event is None) or time.monotonic() > limit:
+                return False
+            time.sleep(1e-4)
+        return True
+
+
+class StreamOrder(SubmittedCollectives):
     """Order of the collectives of one communicator of a node in the streams of its ranks. Created by
     :func:`create`."""
 
     def __init__(self, comm: CommunicatorCore, arena: Arena, device: Device, workers: Sequence[int]) -> None:
+        super().__init__(comm, device)
         transport = comm.transport
-        self.device = device
-        self._transport = transport
-        self._queue = ref(comm.queue)
         self._arena = arena
-        self._watched = comm.watch is not None and not transport.survives_deaths
         rank, size = arena.rank, arena.size
-        self._rank = rank
         working = sorted(set(workers))
         self._working = working
         self._works = rank in working
@@ -152,15 +311,7 @@ class StreamOrder:
         self._memory = transport.share((2 * size + 1) * _LINE if rank == 0 else 0)[0]
         values = self._memory[: (2 * size + 1) * _LINE].view(np.uint32)[:: _LINE // 4]
         self._values, self._failed = values[: 2 * size], values[2 * size :]
-        self._number = 0
         self._words = device.make_words(self._memory)
-        # The completion of the last collective, and the thread whose stream it is on.
-        self._last: Completion | None = None
-        self._last_thread: object = None
-        self._kept: list[Any] = []
-        self._pending: deque[Completion] = deque()
-        self._sweeping = threading.Lock()
-        self._failure: BaseException | None = None
 
     # --- trial
 
@@ -207,38 +358,6 @@ class StreamOrder:
 
     # --- collectives
 
-    def carry_out(
-        self, after: Sequence[StreamEvent], function: Callable[..., None], *args: Any, kept: Any = None
-    ) -> Completion:
-        """Call `function`, which calls :meth:`begin` and :meth:`submit`, in queue order, and return its completion on
-        the device. The work begins when `after` is done, and keeps `kept`."""
-        queue, device = self._queue(), self.device
-        completion = Completion(device, (self,), None if queue is None else queue.current, kept)
-        self._pending.append(completion)
-        _monitor.watch(self)
-        with device.submitting(after):
-            thread = _this_thread.token
-            if self._last is not None and self._last_thread is not thread:
-                # Words have to be written in the order of their numbers, and substitutes to be used in it.
-                self._last.follow()
-            try:
-                function(*args)
-            finally:
-                completion.kept.append(self._kept)
-                completion.number = self._number
-                self._kept = []
-                self._record(completion)
-                self._last, self._last_thread = completion, thread
-        return completion
-
-    def _record(self, completion: Completion) -> None:
-        try:
-            completion.record()
-        except BaseException as error:
-            self._pending.remove(completion)
-            self.fail(error)
-            raise
-
     def begin(self, number: int) -> None:
         """Begin the collective of that `number`, which is the same on all ranks. Raises the error of a communicator
         that has failed."""
@@ -275,63 +394,25 @@ class StreamOrder:
 
     # --- failures
 
-    def check(self) -> None:
-        """Raise the error of the communicator if it has failed."""
-        if self._failure is None:
-            failed = int(self._failed[0])
-            if not failed:
-                return
-            self.fail(
-                CommunicationError(
-                    f"rank {self._rank} of {len(self._others) + 1} (of this node): rank {failed - 1} failed in a"
-                    " collective after its begin, as its own error explains; create another communicator"
-                )
-            )
-        failure = self._failure
-        assert failure is not None
-        if isinstance(failure, MpicollError):
-            raise type(failure)(*failure.args) from failure
-        raise CommunicationError(
-            f"rank {self._rank} of {len(self._others) + 1} (of this node): an earlier collective on the device failed:"
-            f" {failure}; create another communicator"
-        ) from failure
+    def _find_failure(self) -> MpicollError | None:
+        failed = int(self._failed[0])
+        if not failed:
+            return None
+        return CommunicationError(
+            f"rank {self._rank} of {self._size} (of this node): rank {failed - 1} failed in a collective after its"
+            " begin, as its own error explains; create another communicator"
+        )
 
-    def fail(self, error: BaseException) -> None:
-        """Mark the communicator as failed by `error`, then release the streams of all ranks."""
-        if self._failure is None:
-            self._failure = error
-            queue = self._queue()
-            if queue is not None:
-                queue.discard_calls()
-                queue.match = self._refuse
-            # No rank waits for this one in a later collective.
+    def _release(self) -> None:
+        """Let the streams of all ranks go on."""
+        # No rank waits for this one in a later collective.
+        if not self._arena.unusable:
             self._arena.abandon()
         if not self._failed[0]:
             self._failed[0] = 1 + self._rank
         self._values[...] = self._number
 
-    def _refuse(self, call: Call) -> None:
-        self.check()
-
-    def supervise(self) -> bool:
-        """Release what has completed, and look for failures of other ranks. Return True if something is left."""
-        self._sweep()
-        first = next(iter(self._pending), None)
-        if first is None:
-            return False
-        if first.event is None:
-            return True  # the thread that submits it looks itself
-        try:
-            self.check()
-            if not self._watched:
-                self._check_late_ranks(first)
-        except Exception as error:  # noqa: BLE001  raised by later calls
-            # Again, for what was submitted meanwhile.
-            self.fail(error)
-        return True
-
     def _check_late_ranks(self, first: Completion) -> None:
-        """Raise the error of the first pending collective if a rank that it waits for has died, or is late."""
         behind = (self._values - np.uint32(first.number)).view(np.int32).reshape(-1, 2) < 0
         late = [one for one in self._others if behind[one, _READY] or (behind[one, _DONE] and one in self._working)]
         self._transport.check_peers(0.0, late)
@@ -339,48 +420,6 @@ class StreamOrder:
         if time.monotonic() - first.begin > limit:
             missing = rank_list(self._transport.members[one] for one in late) if late else "this rank"
             raise Timeout(f"on the device, the streams of {missing} did not come to it within {limit:g} s")
-
-    @property
-    def has_pending(self) -> bool:
-        """True if the device may not have completed all collectives."""
-        return bool(self._pending)
-
-    def find_pending(self) -> Entry | None:
-        """Return the first collective that the device has not completed, with the time of its submission."""
-        first = next(iter(self._pending), None)
-        if first is None or first.event is None or first.entry is None:
-            return None
-        return Entry._make(first.entry)._replace(begin=first.begin)
-
-    def _sweep(self) -> None:
-        if not self._sweeping.acquire(blocking=False):
-            return
-        try:
-            while self._pending:
-                first = self._pending[0]
-                if first.event is None:
-                    return
-                try:
-                    if not first.done():
-                        return
-                except Exception as error:  # noqa: BLE001  raised by later calls
-                    self.fail(error)
-                # In this order: other threads take it that what is not pending keeps no memory open.
-                first.release()
-                self._pending.popleft()
-        finally:
-            self._sweeping.release()
-
-    def drain(self, seconds: float) -> bool:
-        """Wait until the device has completed all collectives that have been submitted, at most for that many seconds,
-        and let go of their memory. Return True if none is left."""
-        limit = time.monotonic() + seconds
-        while self.supervise():
-            first = next(iter(self._pending), None)
-            if (first is not None and first.event is None) or time.monotonic() > limit:
-                return False
-            time.sleep(1e-4)
-        return True
 
 
 def _offset(rank: int, which: int) -> int:
@@ -403,8 +442,6 @@ def create(comm: CommunicatorCore, arena: Arena, device: Device, workers: Sequen
     if reason := order.try_words():
         return reason
     order.set_first_number(arena.number)
-    if comm.watch is not None:
-        comm.watch.waits.submitted = _monitor.list_pending
     comm.transport.allgather_text("")
     return order
 
@@ -413,12 +450,12 @@ class _Monitor:
     """Thread that looks at the collectives of this process that its devices have not completed."""
 
     def __init__(self) -> None:
-        self._active: set[StreamOrder] = set()
+        self._active: set[SubmittedCollectives] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = 0
 
-    def watch(self, order: StreamOrder) -> None:
+    def watch(self, order: SubmittedCollectives) -> None:
         """Look at the collectives of `order` until none is left."""
         if order in self._active:
             return
@@ -438,7 +475,7 @@ class _Monitor:
             active = list(self._active)
         return [entry for one in active if (entry := one.find_pending()) is not None]
 
-    def drain(self, seconds: float) -> list[StreamOrder]:
+    def drain(self, seconds: float) -> list[SubmittedCollectives]:
         """Wait for the collectives that have been submitted, at most for that many seconds for each communicator, and
         let go of their memory. Return the communicators that have any left."""
         if os.getpid() != self._process:

@@ -706,3 +706,102 @@ def test_a_process_whose_stream_is_late_ends_the_job(tmp_path: Path) -> None:
     assert "allreduce" in done.stdout
     assert "has been waiting for more than 2 s" in done.stdout, done.stdout
     assert time.monotonic() - begin < 50
+
+
+# --- NCCL
+
+
+@pytest.fixture
+def devices(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device for each rank."""
+    monkeypatch.setenv("FAKECUDA_DEVICES", "4")
+
+
+@contextmanager
+def own_device(cuda: ModuleType) -> Iterator[Any]:
+    """A device and a stream of this rank."""
+    with cuda.cuda.Device(mpicoll.world().rank), own_stream(cuda) as stream:
+        yield stream
+
+
+@pytest.fixture
+def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A block in which this thread does not wait for a device; several threads may be in one."""
+    streams, refusing = fake_cuda.fakecuda.streams, set[int]()
+    may_wait = streams._host_may_wait
+
+    def check() -> None:
+        assert threading.get_ident() not in refusing, "the host waits"
+        may_wait()
+
+    @contextmanager
+    def refuse() -> Iterator[None]:
+        refusing.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            refusing.discard(threading.get_ident())
+
+    monkeypatch.setattr(streams, "_host_may_wait", check)
+    return refuse
+
+
+@pytest.mark.usefixtures("devices")
+def test_nccl_does_not_keep_the_host_waiting(cuda: ModuleType, several: Ranks, refuse_waits: Callable[[], Any]) -> None:
+    """All-reduces by NCCL and by ipc in turns, each of the result of the one before, of an input that is late."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        with own_device(cuda) as stream:
+            x, new = (cuda.asarray(np.full(300, value)) for value in (0.0, world.rank + 1.0))
+            for algorithm in ("nccl", "ipc"):  # which they begin by meeting
+                mpicoll.allreduce(x, algorithm=algorithm)
+            stream.synchronize()
+            assert "ordered by streams" in str(mpicoll.explain("allreduce", 2400, algorithm="nccl", like=x))
+            for turn in range(4):
+                hold = Hold(cuda) if world.rank == turn % world.size else None
+                x[...] = new
+                blocks = cuda.arange(4.0 * world.size)
+                with refuse_waits():
+                    for algorithm in ("nccl", "ipc", "nccl"):
+                        mpicoll.allreduce(x, out=x, algorithm=algorithm)
+                    total = mpicoll.allreduce(x, algorithm="nccl")
+                    parts = mpicoll.alltoall(blocks, algorithm="nccl")
+                if hold is not None:
+                    hold.let_go()
+                assert (total.get() == sum(range(world.size + 1)) * world.size**3).all()
+                assert parts.get().tolist() == [*range(4 * world.rank, 4 * world.rank + 4)] * world.size
+                mpicoll.barrier()
+
+    several(body)
+
+
+@pytest.mark.usefixtures("devices")
+def test_nccl_is_aborted_when_a_stream_is_late(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work on the device ends, and later calls raise the error."""
+    monkeypatch.setenv("FAKECUDA_NCCL_TIMEOUT", "15")
+
+    def body() -> None:
+        world = mpicoll.world()
+        comm = world.duplicate()
+        with own_device(cuda) as stream:
+            x = cuda.ones(10)
+            mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            stream.synchronize()
+            comm.timeout = 0.5
+            hold = Hold(cuda) if world.rank == 1 else None
+            begin = time.monotonic()
+            mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            deadline = begin + 20
+            while comm._core.devices._native_order._failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.raises(mpicoll.Timeout, match=r"NCCL is not done within the timeout of 0.5 s"):
+                mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            with pytest.raises(mpicoll.Timeout):
+                mpicoll.bcast(x, comm=comm)
+            if hold is not None:
+                hold.let_go()
+            assert time.monotonic() - begin < 15
+            mpicoll.barrier()
+
+    mpicoll.run_local(body, 2, timeout=60)
