@@ -316,7 +316,7 @@ def find_kernel_failure(device: Device) -> str | None:
     return None if np.array_equal(host[1], given) else f"a kernel on {device.name} computes wrong results"
 
 
-def same_place(operation: str, one: Array, other: Array, names: tuple[str, str] = ("x lies", "out")) -> None:
+def check_same_place(operation: str, one: Array, other: Array, names: tuple[str, str] = ("x lies", "out")) -> None:
     """Raise DeviceError, naming both places, unless both arrays lie on the same device, or both on the host."""
     here, there = device_of(one), device_of(other)
     if here is not there:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.buffer import Buffer, Library
-from mpicoll.buffers.device import DeviceArray, device_of, empty_beside, same_place
+from mpicoll.buffers.device import DeviceArray, check_same_place, device_of, empty_beside
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.host import WORDS
 from mpicoll.buffers.recognise import recognise
@@ -257,7 +257,7 @@ def _storage(operation: str, value: Any, out: Array) -> Array:
     if isinstance(value, np.ndarray) and device is None:
         return value
     buffer = recognise(operation, value, "the value of op")
-    same_place(operation, out, buffer.array, ("the operands lie", "the value of op lies"))
+    check_same_place(operation, out, buffer.array, ("the operands lie", "the value of op lies"))
     ready = buffer.library.record_event(buffer)
     if device is not None and ready is not None:
         with device.working([ready]):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import StreamEvent, device_of, same_place
+from mpicoll.buffers.device import StreamEvent, check_same_place, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.ops import pair_dtype
 from mpicoll.buffers.recognise import output, recognise
@@ -71,7 +71,7 @@ def recognise_pair(operation: str, x: Any) -> Buffer:
         raise ShapeError(
             f"{operation}: values have shape {values.array.shape} and indices {indices.array.shape}; they must agree"
         )
-    same_place(operation, values.array, indices.array, ("values are", "indices"))
+    check_same_place(operation, values.array, indices.array, ("values are", "indices"))
     work = pair_dtype(values.dtype, indices.dtype)
     dtype = DType(f"({values.dtype.name}, {indices.dtype.name})", work, work, "opaque")
     return PairBuffer(None, np.empty(values.array.shape, work), dtype, PairLibrary(values, indices))

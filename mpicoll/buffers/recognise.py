@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.buffer import VIEWS, Buffer, Library, View, Wrap
-from mpicoll.buffers.device import DeviceArray, describe, same_place
+from mpicoll.buffers.device import DeviceArray, check_same_place, describe
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.host import (
     NUMPY,
@@ -159,7 +159,7 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     Raises ShapeError or DTypeError that names both sides.
     """
     buffer = recognise(operation, out, "out")
-    same_place(operation, like.array, buffer.array)
+    check_same_place(operation, like.array, buffer.array)
     if buffer.array.shape != shape:
         raise ShapeError(f"{operation}: out has shape {buffer.array.shape}, the result has shape {shape}")
     # bfloat16 is the one dtype that libraries show to numpy in different ways.

@@ -53,9 +53,9 @@ def _join_with_device() -> tuple[Transport, Device]:
 def _device(number: int) -> Device:
     """Return device `number`, modulo the number of devices."""
     from mpicoll.buffers.cuda.device import cuda_device
-    from mpicoll.buffers.cuda.facts import facts
+    from mpicoll.buffers.cuda.facts import list_facts
 
-    return cuda_device(number % len(facts()))
+    return cuda_device(number % len(list_facts()))
 
 
 class _Pair:
@@ -262,9 +262,9 @@ def _in_place(native: Native, source: DeviceArray, target: DeviceArray) -> None:
 
 def _devices() -> dict[str, Any]:
     """Return facts about the devices, and the version of NCCL."""
-    from mpicoll.buffers.cuda.facts import facts
+    from mpicoll.buffers.cuda.facts import list_facts
 
-    found: dict[str, Any] = {"devices": facts()}
+    found: dict[str, Any] = {"devices": list_facts()}
     try:
         from mpicoll.buffers.cuda import nccl
 

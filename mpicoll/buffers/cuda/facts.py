@@ -11,7 +11,7 @@ from mpicoll.buffers.cuda.device import count_devices, cuda_device
 from mpicoll.errors import DeviceError
 
 
-def facts() -> list[dict[str, Any]]:
+def list_facts() -> list[dict[str, Any]]:
     """Describe each CUDA device, in their order.
 
     index, name, identity (its name among all devices of all nodes), bus (of PCI), capability (such as "9.0"), memory

@@ -32,7 +32,7 @@ def new_key() -> bytes:
     return bytes(byte & 0xFF for byte in library().get_unique_id())
 
 
-def communicator(size: int, key: bytes, rank: int) -> Any:
+def create_communicator(size: int, key: bytes, rank: int) -> Any:
     """Create this rank's communicator on the current device. Returns when all ranks have called it."""
     make = library().NcclCommunicator
     try:

@@ -134,24 +134,24 @@ class DeviceStreams:
         return self.thread_stream().submit()
 
     def thread_stream(self) -> ThreadStream:
-        lane: ThreadStream | None = getattr(self._of_thread, "own", None)
-        if lane is None:
+        own: ThreadStream | None = getattr(self._of_thread, "own", None)
+        if own is None:
             with CurrentDevice(self.index):
                 try:
                     # A stream of a thread that has ended: cupy's pool holds memory for each stream ever made.
                     stream = self._idle.pop()
                 except IndexError:
                     stream = cupy.cuda.Stream(non_blocking=True)
-                lane = self._of_thread.own = ThreadStream(stream)
-            finalize(lane, self._idle.append, stream).atexit = False
-        return lane
+                own = self._of_thread.own = ThreadStream(stream)
+            finalize(own, self._idle.append, stream).atexit = False
+        return own
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceArray:
-        lane = self.thread_stream()
-        with CurrentDevice(self.index), CurrentStream(lane.stream):
+        own = self.thread_stream()
+        with CurrentDevice(self.index), CurrentStream(own.stream):
             memory = cupy.cuda.alloc(count * dtype.itemsize)
         # Earlier work of this stream may still use memory of the pool: other streams and ranks wait for it.
-        lane.has_work = True
+        own.has_work = True
         return view(cast(Device, self), memory.ptr, (count,), dtype, owner=memory)
 
     def allocate_pinned(self, nbytes: int) -> Array:
@@ -170,12 +170,12 @@ class DeviceStreams:
         self.thread_stream().synchronize()
 
     def record_submitted(self) -> tuple[StreamEvent, list[Any]]:
-        lane = self.thread_stream()
-        stream = lane.submit()
+        own = self.thread_stream()
+        stream = own.submit()
         event = self._take_event()
         event.record(stream)
-        kept: list[Any] = [*lane.kept]
-        lane.kept.clear()
+        kept: list[Any] = [*own.kept]
+        own.kept.clear()
         return event, kept
 
     def follow(self, event: StreamEvent) -> None:

@@ -101,7 +101,7 @@ def create(transport: Transport, device: Device) -> Nccl | str:
     problem = ""
     try:
         with device.working():
-            end = nccl.communicator(transport.size, bytes.fromhex(properties_by_rank[0]["key"]), transport.rank)
+            end = nccl.create_communicator(transport.size, bytes.fromhex(properties_by_rank[0]["key"]), transport.rank)
         created = Nccl(transport, device, nccl.library(), end)
     except (RuntimeError, ValueError, MemoryError) as error:
         problem = str(error) or type(error).__name__

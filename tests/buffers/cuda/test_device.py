@@ -92,11 +92,11 @@ def test_an_unused_device_is_not_touched(
 
 
 def test_facts(device: Any, lazy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicoll.buffers.cuda.facts import facts
+    from mpicoll.buffers.cuda.facts import list_facts
 
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
     assert device.count_devices() == 2
-    first, second = facts()
+    first, second = list_facts()
     assert first["name"] == "Fake CUDA device"
     assert (first["index"], second["index"]) == (0, 1)
     assert (first["peers"], second["peers"]) == ([1], [0])
@@ -108,6 +108,6 @@ def test_facts(device: Any, lazy: None, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(DeviceError, match=r"CUDA can't be used here: .*NoDevice"):
         device.count_devices()
     with pytest.raises(DeviceError, match=r"CUDA can't be used here: .*NoDevice"):
-        facts()
+        list_facts()
     with pytest.raises(DeviceError, match="CUDA can't be used here"):
         device.cuda_device(99)

@@ -403,7 +403,10 @@ def _raise(error: Exception) -> Callable[..., Any]:
     [
         (Odd(version=_raise(DeviceError("cupy finds no NCCL"))), "rank 1: cupy finds no NCCL"),
         (Odd(version=lambda: "2.1.2"), "rank 0 has version 2.27.3 of NCCL, rank 1 has 2.1.2"),
-        (Odd(communicator=_raise(RuntimeError("no memory"))), "NCCL can't start: rank 0: NCCL_ERROR_SYSTEM_ERROR"),
+        (
+            Odd(create_communicator=_raise(RuntimeError("no memory"))),
+            "NCCL can't start: rank 0: NCCL_ERROR_SYSTEM_ERROR",
+        ),
     ],
     ids=["none", "versions", "start"],
 )
@@ -777,7 +780,7 @@ def test_keys_of_cupy_13(monkeypatch: pytest.MonkeyPatch) -> None:
             return 21903
 
     monkeypatch.setattr(real, "nccl", Library)
-    assert real.communicator(2, real.new_key(), 1) == (2, key, 1)
+    assert real.create_communicator(2, real.new_key(), 1) == (2, key, 1)
     assert real.version() == "2.19.3"
     monkeypatch.setattr(Library, "available", False)
     with pytest.raises(DeviceError, match="cupy finds no NCCL"):
