@@ -58,8 +58,7 @@ class CudaDevice(DeviceStreams):
     def export(self, memory: DeviceArray) -> Export | None:
         return ipc_handles.export(self.index, self.identity, memory)
 
-    def is_exported(self, address: int, number: int) -> bool:
-        return ipc_handles.is_exported(address, number)
+    is_exported = staticmethod(ipc_handles.is_exported)
 
     def make_words(self, memory: Array) -> StreamWords:
         return StreamWords(self, memory)

@@ -30,11 +30,14 @@ class StreamWords:
             raise DeviceError(f"streams of {device.name} can't write words of host memory: {error}") from error
 
     def write(self, offset: int, value: int) -> None:
-        self._check(self._write(self._device.submit().ptr, self._address + offset, value, _NO_FLAGS))
+        failed = self._write(self._device.submit().ptr, self._address + offset, value, _NO_FLAGS)
+        if failed:
+            raise self._explain(failed)
 
     def wait(self, offset: int, value: int) -> None:
-        self._check(self._wait(self._device.submit().ptr, self._address + offset, value, _NO_FLAGS))
-
-    def _check(self, failed: int) -> None:
+        failed = self._wait(self._device.submit().ptr, self._address + offset, value, _NO_FLAGS)
         if failed:
-            raise DeviceError(f"CUDA's error {failed} for a word in host memory, on a stream of {self._device.name}")
+            raise self._explain(failed)
+
+    def _explain(self, failed: int) -> DeviceError:
+        return DeviceError(f"CUDA's error {failed} for a word in host memory, on a stream of {self._device.name}")

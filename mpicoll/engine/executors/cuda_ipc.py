@@ -170,7 +170,7 @@ class _PeerCollective:
             # After this step all ranks can do their work.
             arena.step()
             load = do_nothing if exported is source else partial(peers.device.copy, exported, source)
-            store = partial(self._store, result, source, target)
+            store = do_nothing if result is target else partial(self._store, result, source, target)
             order.submit(number, load, work, store, (work, exported, result, peers.take_used()))
         except BaseException as error:
             peers.end()

@@ -310,7 +310,7 @@ class StreamOrder(SubmittedCollectives):
         # The words, and one that holds 1 + the rank that has failed.
         self._memory = transport.share((2 * size + 1) * _LINE if rank == 0 else 0)[0]
         values = self._memory[: (2 * size + 1) * _LINE].view(np.uint32)[:: _LINE // 4]
-        self._values, self._failed = values[: 2 * size], values[2 * size :]
+        self._values, self._failed = values[: 2 * size], values[2 * size :].data
         self._words = device.make_words(self._memory)
 
     # --- trial
@@ -395,7 +395,7 @@ class StreamOrder(SubmittedCollectives):
     # --- failures
 
     def _find_failure(self) -> MpicollError | None:
-        failed = int(self._failed[0])
+        failed = self._failed[0]
         if not failed:
             return None
         return CommunicationError(
