@@ -170,8 +170,7 @@ fi
 if wanted messages; then
     for np in ${ranks:-2 4}; do
         native messages "$np" 200 messages
-        [[ $np -ne 2 ]] || check send 60 mpirun -np 2 python -m mpicoll bench send --device cuda \
-            --sizes 4k,64k,1m,16m,64m --seconds 0.5
+        check "send-$np" 90 mpirun -np "$np" python ci/gpu_messages.py
     done
 fi
 if wanted tests; then

@@ -330,7 +330,7 @@ class SendRecvTransport:
         self._bind_end = transport.bind_line_end
 
     def announce(self, tensor: torch.Tensor, dest: int) -> Memory | None:
-        # Nobody asks for the size of these messages, by which the tag would be needed.
+        # The tag is needed by probe alone, which is not called for these messages.
         return announce_tensor(core_of(self.comm), dest, 0, tensor)
 
     def find_announced(self, data: Memory) -> Announced | None:
