@@ -53,8 +53,8 @@ class Config(NamedTuple):
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
     ``MPICOLL_CUDA_ORDER`` (``host``)
-        who waits for collectives on the GPUs of a node by ``ipc``: ``stream``: the caller's current stream, and the
-        host goes on; ``host``: the host. ``stream`` takes effect if all ranks set it
+        who waits for collectives on GPUs by ``ipc`` and ``nccl``: ``stream``: the caller's current stream, and the host
+        goes on; ``host``: the host. ``stream`` takes effect if all ranks set it
     ``MPICOLL_INTERFACE`` (one that all hosts reach)
         the network interfaces of which the control network and torch's store of a job on several hosts use one: names
         of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
