@@ -25,7 +25,7 @@ make_environment() { # PYTHON NAME REQUIREMENTS...
 }
 
 build() {
-    make_environment "$1" tools build==1.6.1 twine==7.0.0 griffe==2.4.1 || return
+    make_environment "$1" tools build==1.6.1 twine==7.0.0 griffe==2.3.0 || return
     "$work/tools/bin/python" -m build --outdir "$work/dist" . && "$work/tools/bin/twine" check --strict "$work"/dist/*
 }
 
