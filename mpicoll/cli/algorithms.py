@@ -246,7 +246,8 @@ def _draw(args: argparse.Namespace) -> int:
         return 0
     asks_text = args.output is not None and args.output.endswith(".txt")
     file = None if asks_text else args.output
-    text = schedules.draw(algorithm, args.ranks[0], args.root, args.segments, file)
+    width = None if asks_text else formatting.text_width(formatting.terminal_width())
+    text = schedules.draw(algorithm, args.ranks[0], args.root, args.segments, file, width=width)
     if asks_text:
         Path(args.output).write_text(text + "\n")
     elif file is None:

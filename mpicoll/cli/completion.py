@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpicoll.cli import formatting
+
 _DESCRIPTION = """\
 Print the script by which a shell completes mpicoll's commands, options and their values with the Tab key. For bash, add
 this line to ~/.bashrc:
@@ -35,7 +37,7 @@ def add(commands: Any) -> None:
         "completion",
         help="print a script for completion by bash, zsh or fish",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     parser.add_argument("shell", choices=tuple(_WRITERS))
     parser.set_defaults(run=run)

@@ -116,6 +116,27 @@ def fold(text: str, width: int) -> str:
     )
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter of ``--help`` that folds descriptions: paragraphs as a whole, and those with an indented line, which
+    are lists of commands with remarks, line by line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = re.split(r"\n\s*\n", text.rstrip())
+        return "\n\n".join(
+            "\n".join(_fold_remark(line, width) for line in one.splitlines())
+            if re.search(r"^\s", one, re.MULTILINE)
+            else fold(" ".join(one.split()), width)
+            for one in paragraphs
+        )
+
+
+def _fold_remark(line: str, width: int) -> str:
+    """Break a line so that what follows stands below the remark, which two blanks or more separate."""
+    begin = re.match(r"\s*(\S.*?\s{2,})?", line)
+    below = begin.end() if begin is not None else 0
+    return textwrap.fill(line, width, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--json``, whose value is None without it and ``-`` without a file."""
     parser.add_argument(

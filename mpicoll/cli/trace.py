@@ -34,14 +34,14 @@ def add(commands: Commands) -> None:
         "trace",
         help="sum up a trace, make one of its parts, or read a report",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     actions = parser.add_subparsers(title="what to do", required=True, metavar="ACTION")
     summary = actions.add_parser(
         "summary",
         help="time, bytes, bandwidth and the slowest rank of each kind of operation",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     summary.add_argument("path", type=Path, metavar="DIR_OR_FILE", help="a trace, or a folder: its newest one")
     summary.add_argument("--rows", type=int, default=_SHOWN, metavar="N", help=f"of the table ({_SHOWN})")

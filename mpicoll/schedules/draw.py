@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ def draw(
     root: int = 0,
     segments: int = 1,
     file: str | os.PathLike[str] | None = None,
+    *,
+    width: int | None = None,
 ) -> str:
     """Draw `algorithm` as text: a column per rank, a row per round, and in each cell what is sent and received.
 
@@ -33,12 +36,18 @@ def draw(
         root: the root, for collectives that have one.
         segments: the number of pieces of the pipeline of a segmented algorithm.
         file: the file of an additional picture, as SVG, PNG or another type that matplotlib supports, by the suffix.
+        width: the columns of the text: ranks that find no room follow below. None puts all ranks side by side.
 
     Raises:
         SetupError: `file` is given, but matplotlib is not installed.
         RankError: `root` is out of range.
         AlgorithmError: the name is unknown, or `segments` is below 1.
         ScheduleError: the algorithm deadlocks.
+
+    Example:
+        >>> text = mpicoll.schedules.draw("bcast/chain", 3)
+        >>> print(text.splitlines()[0])
+        bcast/chain on 3 ranks, 1 segment, 2 rounds, 2 messages, at most 1 n sent per rank
     """
     algorithm = find(algorithm)
     timeline = make_timeline(algorithm, size, root, segments)
@@ -46,14 +55,14 @@ def draw(
     title = make_title(algorithm, size, root, segments)
     if file is not None:
         _picture(title, size, messages, file)
-    return f"{title}\n\n{_table(size, messages, steps)}"
+    return f"{title}\n\n{_table(size, messages, steps, width)}"
 
 
 def _brackets(chunks: Chunks, reduce: bool = False) -> str:
     return f" {'+' * reduce}[{format_runs(chunks)}]" if chunks else ""
 
 
-def _table(size: int, messages: list[DrawnMessage], steps: list[DrawnStep]) -> str:
+def _table(size: int, messages: list[DrawnMessage], steps: list[DrawnStep], width: int | None) -> str:
     cells: dict[tuple[int, int], list[str]] = defaultdict(list)
     for message in messages:
         cells[message.time, message.source].append(f"→{message.to}{_brackets(message.sent)}")
@@ -68,25 +77,45 @@ def _table(size: int, messages: list[DrawnMessage], steps: list[DrawnStep]) -> s
             text = f"[{step.dst}] = [{pair[0]}]+[{pair[1]}]"
         cells[local.time, local.rank].append(text)
     times = sorted({time for time, _ in cells})
-    heads = ["round", *(f"rank {rank}" for rank in range(size))]
-    widths = [len(heads[0])] + [
-        max(len(heads[rank + 1]), *(len(text) for time in times for text in cells[time, rank]), 0)
+    widths = [
+        max(len(f"rank {rank}"), *(len(text) for time in times for text in cells[time, rank]), 0)
         for rank in range(size)
     ]
-    rule = "─┼─".join("─" * width for width in widths)
-    lines = [" │ ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip(), rule]
+    return "\n\n".join("\n".join(_draw_ranks(ranks, cells, times, widths)) for ranks in _divide(widths, width))
+
+
+_ROUND = len("round")
+
+
+def _divide(widths: list[int], width: int | None) -> list[range]:
+    """Return the ranks that stand beside each other in a text of `width` columns; None: all of them."""
+    parts, first, room = [], 0, 0
+    for rank, needed in enumerate(widths):
+        room += len(" │ ") + needed
+        if width is not None and rank > first and _ROUND + room > width:
+            parts.append(range(first, rank))
+            first, room = rank, len(" │ ") + needed
+    return [*parts, range(first, len(widths))]
+
+
+def _draw_ranks(
+    ranks: range, cells: dict[tuple[int, int], list[str]], times: list[int], widths: list[int]
+) -> Iterator[str]:
+    """Yield the lines of the columns of `ranks`."""
+
+    def join(first: str, texts: Iterable[str]) -> str:
+        parts = [text.ljust(widths[rank]) for rank, text in zip(ranks, texts, strict=True)]
+        return " │ ".join([first, *parts]).rstrip()
+
+    rule = "─┼─".join("─" * width for width in (_ROUND, *(widths[rank] for rank in ranks)))
+    yield join("round", (f"rank {rank}" for rank in ranks))
+    yield rule
     for row, time in enumerate(times):
         if row:
-            lines.append(rule.replace("─", "╌"))
-        for line in range(max(len(cells[time, rank]) for rank in range(size))):
-            texts = [str(time) if line == 0 else ""]
-            texts += [cells[time, rank][line] if line < len(cells[time, rank]) else "" for rank in range(size)]
-            lines.append(
-                " │ ".join(
-                    [texts[0].rjust(widths[0]), *(t.ljust(w) for t, w in zip(texts[1:], widths[1:], strict=True))]
-                ).rstrip()
-            )
-    return "\n".join(lines)
+            yield rule.replace("─", "╌")
+        for line in range(max(len(texts) for (at, _), texts in cells.items() if at == time)):
+            texts = (cells[time, rank][line] if line < len(cells[time, rank]) else "" for rank in ranks)
+            yield join((str(time) if line == 0 else "").rjust(_ROUND), texts)
 
 
 _COLOURS = (

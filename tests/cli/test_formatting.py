@@ -324,3 +324,25 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_width_of_what_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert formatting.terminal_width() == 0
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    pending = {"mpicoll": cli.make_parser([])}
+    seen = 0
+    while pending:
+        name, parser = pending.popitem()
+        seen += 1
+        assert not [line for line in parser.format_help().splitlines() if len(line) > 80], name
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                pending |= {f"{name} {word}": one for word, one in action.choices.items()}
+    assert seen > 15
+
+
+def test_remarks_are_folded_below_their_column() -> None:
+    formatter = formatting.HelpFormatter("mpicoll")
+    text = "One two\nthree.\n\n  mpicoll bench     what it\n  mpicoll bench     measures is a time\n"
+    assert formatter._fill_text(text, 32, "") == (
+        "One two three.\n\n  mpicoll bench     what it\n  mpicoll bench     measures is\n                    a time"
+    )

@@ -53,6 +53,20 @@ def test_text() -> None:
     assert draw("barrier/dissemination", 2) == BARRIER
 
 
+def test_ranks_that_find_no_room_follow_below() -> None:
+    whole = draw("allreduce/ring", 8)
+    folded = draw("allreduce/ring", 8, width=40)
+    assert max(map(len, whole.splitlines()[1:])) > 40
+    assert max(map(len, folded.splitlines()[1:])) <= 40
+    title, *parts = folded.split("\n\n")
+    assert title == whole.splitlines()[0]
+    rows = [[line.split("│")[1:] for line in part.splitlines() if "│" in line] for part in parts]
+    beside = ["│".join(cell.rstrip() for part in row for cell in part) for row in zip(*rows, strict=True)]
+    expected = ["│".join(cell.rstrip() for cell in line.split("│")[1:]) for line in whole.splitlines() if "│" in line]
+    assert [line.rstrip("│") for line in beside] == [line.rstrip("│") for line in expected]
+    assert draw("allreduce/ring", 3, width=1).count("round │") == 3  # one rank at least stands in each part
+
+
 def test_runs_of_chunks_are_drawn_together() -> None:
     assert "→3 [7,0-2]" in draw("gather/binomial", 8, root=3)
     assert "→1 [1,3]" in draw("alltoall/bruck", 4)

@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
         help="measure collectives against their peers",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     parser.add_argument("what", nargs="*", metavar="COLLECTIVE", help="one or more, or all; see above (allreduce)")
     parser.add_argument("--sizes", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k,1m")

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
         "doctor",
         help="look whether this installation works",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     parser.add_argument(
         "--probe",

@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         help="parameter servers and all-reduces: time, bytes, laws and predictions",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     sync.add_argument(
         "--sizes", type=formatting.sizes, default="64k,1m,8m", metavar="SIZES", help="of the model in bytes (64k,1m,8m)"

@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
         help="measure which algorithms to take, for later runs",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=formatting.HelpFormatter,
     )
     parser.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="one or more, or all (all)")
     parser.add_argument("--sizes", default="8-64m", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k")
