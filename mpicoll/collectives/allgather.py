@@ -84,6 +84,24 @@ def allgather(
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
+@overload
+def iallgather(
+    x: Scalar,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request: ...
+@overload
+def iallgather(
+    x: ArrayT,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT]: ...
 @begins("allgather", "algorithm", "counts")
 def iallgather(
     x: Any,
@@ -107,6 +125,24 @@ def iallgather(
     return start(communicator, key, x, out, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
+@overload
+def allgather_init(
+    x: Scalar,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan: ...
+@overload
+def allgather_init(
+    x: ArrayT,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT]: ...
 def allgather_init(
     x: Any,
     *,

@@ -88,14 +88,14 @@ def allreduce(
 
 @begins("allreduce", "op", "algorithm", "compression")
 def iallreduce(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
     compression: str | None = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`allreduce` in the background, with the same arguments.
 
     Returns:
@@ -113,14 +113,14 @@ def iallreduce(
 
 
 def allreduce_init(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
     compression: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT]:
     """Create a plan for repeated calls of :func:`allreduce` with the same arguments.
 
     With `compression`, the plan keeps what the messages of a run leave out, and adds it in the next one (error

@@ -71,13 +71,13 @@ def alltoall(
 
 @begins("alltoall", "algorithm", "counts")
 def ialltoall(
-    x: Any,
+    x: ArrayT,
     *,
     counts: tuple[Counts, Counts] | None = None,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`alltoall` in the background, with the same arguments.
 
     Returns:
@@ -93,13 +93,13 @@ def ialltoall(
 
 
 def alltoall_init(
-    x: Any,
+    x: ArrayT,
     *,
     counts: tuple[Counts, Counts] | None = None,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT]:
     """Create a plan for repeated calls of :func:`alltoall` with the same arguments.
 
     Returns:

@@ -37,7 +37,7 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
 
 
 @begins("barrier", "algorithm", given=_NOTHING)
-def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
+def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request[None]:
     """Start :func:`barrier` in the background, with the same arguments.
 
     Returns:
@@ -50,7 +50,7 @@ def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
     return start(communicator, ("barrier", algorithm), _NOTHING, None, lambda x, out: prepare(communicator, algorithm))
 
 
-def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:
+def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan[None]:
     """Create a plan for repeated calls of :func:`barrier` with the same arguments.
 
     Returns:

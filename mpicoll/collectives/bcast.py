@@ -79,6 +79,24 @@ def bcast(
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, root=root, algorithm=algorithm))
 
 
+@overload
+def ibcast(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT]: ...
+@overload
+def ibcast(
+    x: Any,
+    root: int = ...,
+    *,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT]: ...
 @begins("bcast", "root", "algorithm")
 def ibcast(
     x: Any,
@@ -102,6 +120,24 @@ def ibcast(
     return start(communicator, key, x, out, partial(prepare, communicator, root=root, algorithm=algorithm))
 
 
+@overload
+def bcast_init(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT]: ...
+@overload
+def bcast_init(
+    x: Any,
+    root: int = ...,
+    *,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT]: ...
 def bcast_init(
     x: Any,
     root: int = 0,

@@ -69,13 +69,13 @@ def exscan(
 
 @begins("exscan", "op", "algorithm")
 def iexscan(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`exscan` in the background, with the same arguments.
 
     Returns:
@@ -91,13 +91,13 @@ def iexscan(
 
 
 def exscan_init(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT]:
     """Create a plan for repeated calls of :func:`exscan` with the same arguments.
 
     Returns:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
+from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import output, recognise
 from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors
 from mpicoll.collectives.empty import check_shape, make_array
@@ -145,7 +146,17 @@ class File:
         shape: int | tuple[int, ...] | None = ...,
         dtype: Any = ...,
         *,
-        like: str = ...,
+        like: Literal["numpy"] = ...,
+        out: None = ...,
+    ) -> Array: ...
+    @overload
+    def read_at(
+        self,
+        offset: int,
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: str,
         out: None = ...,
     ) -> Any: ...
     @overload
@@ -174,7 +185,17 @@ class File:
         shape: int | tuple[int, ...] | None = ...,
         dtype: Any = ...,
         *,
-        like: str = ...,
+        like: Literal["numpy"] = ...,
+        out: None = ...,
+    ) -> Array: ...
+    @overload
+    def read_at_all(
+        self,
+        offset: int,
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: str,
         out: None = ...,
     ) -> Any: ...
     @overload
@@ -193,6 +214,42 @@ class File:
         """Do the same as :meth:`read_at` on all ranks. Collective; the arguments may differ between ranks."""
         return self._read("read_at_all", offset, shape, dtype, like, out)
 
+    @overload
+    def read_subarray_all(
+        self,
+        offset: int,
+        sizes: int | tuple[int, ...],
+        starts: int | tuple[int, ...],
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: Literal["numpy"] = ...,
+        out: None = ...,
+    ) -> Array: ...
+    @overload
+    def read_subarray_all(
+        self,
+        offset: int,
+        sizes: int | tuple[int, ...],
+        starts: int | tuple[int, ...],
+        shape: int | tuple[int, ...] | None = ...,
+        dtype: Any = ...,
+        *,
+        like: str,
+        out: None = ...,
+    ) -> Any: ...
+    @overload
+    def read_subarray_all(
+        self,
+        offset: int,
+        sizes: int | tuple[int, ...],
+        starts: int | tuple[int, ...],
+        shape: None = ...,
+        dtype: None = ...,
+        *,
+        like: str = ...,
+        out: ArrayT,
+    ) -> ArrayT: ...
     def read_subarray_all(
         self,
         offset: int,

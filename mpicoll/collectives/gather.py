@@ -97,6 +97,26 @@ def gather(
     )
 
 
+@overload
+def igather(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request: ...
+@overload
+def igather(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT | None]: ...
 @begins("gather", "root", "algorithm", "counts")
 def igather(
     x: Any,
@@ -123,6 +143,26 @@ def igather(
     )
 
 
+@overload
+def gather_init(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan: ...
+@overload
+def gather_init(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT | None]: ...
 def gather_init(
     x: Any,
     root: int = 0,

@@ -79,14 +79,14 @@ def exchange_halo(
 
 
 def iexchange_halo(
-    x: Any,
+    x: ArrayT,
     width: int | Sequence[int] = 1,
     *,
     axes: Sequence[int] | None = None,
     corners: bool = True,
     out: Any = None,
     comm: CommLike = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`exchange_halo` in the background, with the same arguments.
 
     Returns:

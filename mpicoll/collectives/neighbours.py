@@ -83,6 +83,22 @@ def neighbor_allgather(
     return operation.wait(timeout, ("neighbor_allgather", counts), x)
 
 
+@overload
+def ineighbor_allgather(
+    x: Scalar,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+) -> Request: ...
+@overload
+def ineighbor_allgather(
+    x: ArrayT,
+    *,
+    counts: Counts | None = ...,
+    out: Any = ...,
+    comm: CommLike = ...,
+) -> Request[ArrayT]: ...
 def ineighbor_allgather(x: Any, *, counts: Counts | None = None, out: Any = None, comm: CommLike = None) -> Request:
     """Start :func:`neighbor_allgather` in the background, with the same arguments.
 
@@ -143,8 +159,8 @@ def neighbor_alltoall(
 
 
 def ineighbor_alltoall(
-    x: Any, *, counts: tuple[Counts, Counts] | None = None, out: Any = None, comm: CommLike = None
-) -> Request:
+    x: ArrayT, *, counts: tuple[Counts, Counts] | None = None, out: Any = None, comm: CommLike = None
+) -> Request[ArrayT]:
     """Start :func:`neighbor_alltoall` in the background, with the same arguments.
 
     Returns:

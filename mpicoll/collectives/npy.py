@@ -9,14 +9,14 @@ import re
 import threading
 from io import BytesIO
 from math import prod
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.dtypes import Array
-from mpicoll.collectives.arguments import adds_rank_to_errors, get_block_shape
+from mpicoll.collectives.arguments import ArrayT, adds_rank_to_errors, get_block_shape
 from mpicoll.collectives.empty import check_shape
 from mpicoll.collectives.file import File, make_subarray, prepare_input, prepare_output
 from mpicoll.engine.core.arrays import even_displacements
@@ -87,6 +87,39 @@ def save(
         file.write_subarray_all(len(header), block, sizes, first[core.rank])
 
 
+@overload
+def load(
+    path: str | os.PathLike[str],
+    starts: int | tuple[int, ...] | None = ...,
+    shape: int | tuple[int, ...] | None = ...,
+    dtype: Any = ...,
+    *,
+    like: Literal["numpy"] = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+) -> Array: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    starts: int | tuple[int, ...] | None = ...,
+    shape: int | tuple[int, ...] | None = ...,
+    dtype: Any = ...,
+    *,
+    like: str,
+    out: None = ...,
+    comm: CommLike = ...,
+) -> Any: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    starts: int | tuple[int, ...] | None = ...,
+    shape: int | tuple[int, ...] | None = ...,
+    dtype: Any = ...,
+    *,
+    like: str = ...,
+    out: ArrayT,
+    comm: CommLike = ...,
+) -> ArrayT: ...
 def load(
     path: str | os.PathLike[str],
     starts: int | tuple[int, ...] | None = None,

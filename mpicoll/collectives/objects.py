@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -39,6 +39,12 @@ _EAGER = _BLOCK - _HEAD
 """Size in bytes of the largest message that fits in a block."""
 
 
+@overload
+def bcast_object(obj: None = ..., root: int = ..., *, comm: CommLike = ..., timeout: float | None = ...) -> Any: ...
+@overload
+def bcast_object(
+    obj: T | None, root: int = ..., *, comm: CommLike = ..., timeout: float | None = ...
+) -> T | Any: ...  # None if the root passes it, for which most programs need no look
 def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> Any:
     """Send the object of rank `root` to all ranks.
 
@@ -136,6 +142,12 @@ def allgather_object(obj: T, *, comm: CommLike = None, timeout: float | None = N
     return objects
 
 
+@overload
+def scatter_object(objs: None = ..., root: int = ..., *, comm: CommLike = ..., timeout: float | None = ...) -> Any: ...
+@overload
+def scatter_object(
+    objs: Sequence[T] | None, root: int = ..., *, comm: CommLike = ..., timeout: float | None = ...
+) -> T: ...
 def scatter_object(
     objs: Sequence[Any] | None = None, root: int = 0, *, comm: CommLike = None, timeout: float | None = None
 ) -> Any:

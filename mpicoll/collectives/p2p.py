@@ -256,7 +256,7 @@ def sendrecv(
 
 
 @repeats("isend", "dest", "tag")
-def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
+def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request[None]:
     """Start a :func:`send` in the background, with the same arguments.
 
     Returns:
@@ -270,6 +270,26 @@ def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
     return start_send(communicator, *prepare_send(communicator, "isend", x, dest, tag))
 
 
+@overload
+def irecv(
+    x: ArrayT,
+    source: int | None = ...,
+    tag: int | None = ...,
+    *,
+    out: None = ...,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+) -> Request[ArrayT | Any]: ...
+@overload
+def irecv(
+    x: Any = ...,
+    source: int | None = ...,
+    tag: int | None = ...,
+    *,
+    out: ArrayT,
+    status: Status | None = ...,
+    comm: CommLike = ...,
+) -> Request[ArrayT]: ...
 @repeats("irecv", "source", "tag", "status")
 def irecv(
     x: Any = None,

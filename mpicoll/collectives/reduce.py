@@ -60,14 +60,14 @@ def reduce(
 
 @begins("reduce", "op", "root", "algorithm")
 def ireduce(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     root: int = 0,
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Request:
+) -> Request[ArrayT | None]:
     """Start :func:`reduce` in the background, with the same arguments.
 
     Returns:
@@ -83,14 +83,14 @@ def ireduce(
 
 
 def reduce_init(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     root: int = 0,
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT | None]:
     """Create a plan for repeated calls of :func:`reduce` with the same arguments.
 
     Returns:

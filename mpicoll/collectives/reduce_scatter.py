@@ -74,14 +74,14 @@ def reduce_scatter(
 
 @begins("reduce_scatter", "op", "algorithm", "counts")
 def ireduce_scatter(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     counts: Counts | None = None,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`reduce_scatter` in the background, with the same arguments.
 
     Returns:
@@ -97,14 +97,14 @@ def ireduce_scatter(
 
 
 def reduce_scatter_init(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     counts: Counts | None = None,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT]:
     """Create a plan for repeated calls of :func:`reduce_scatter` with the same arguments.
 
     Returns:

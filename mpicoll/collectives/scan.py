@@ -64,13 +64,13 @@ def scan(
 
 @begins("scan", "op", "algorithm")
 def iscan(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Request:
+) -> Request[ArrayT]:
     """Start :func:`scan` in the background, with the same arguments.
 
     Returns:
@@ -86,13 +86,13 @@ def iscan(
 
 
 def scan_init(
-    x: Any,
+    x: ArrayT,
     op: OpLike = "sum",
     *,
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
-) -> Plan:
+) -> Plan[ArrayT]:
     """Create a plan for repeated calls of :func:`scan` with the same arguments.
 
     Returns:

@@ -110,6 +110,36 @@ def scatter(
     )
 
 
+@overload
+def iscatter(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request: ...
+@overload
+def iscatter(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT]: ...
+@overload
+def iscatter(
+    x: Any,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Request[ArrayT]: ...
 @begins("scatter", "root", "algorithm", "counts")
 def iscatter(
     x: Any,
@@ -136,6 +166,36 @@ def iscatter(
     )
 
 
+@overload
+def scatter_init(
+    x: Scalar,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan: ...
+@overload
+def scatter_init(
+    x: ArrayT,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: None = ...,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT]: ...
+@overload
+def scatter_init(
+    x: Any,
+    root: int = ...,
+    *,
+    counts: Counts | None = ...,
+    out: ArrayT,
+    comm: CommLike = ...,
+    algorithm: str | None = ...,
+) -> Plan[ArrayT]: ...
 def scatter_init(
     x: Any,
     root: int = 0,

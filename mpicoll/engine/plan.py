@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import QueuedOperation
+from mpicoll.engine.core.request import ResultT_co
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task, bind, bind_repeated, describe_call, select_algorithm, select_on_device
 from mpicoll.engine.learning import get_final_choice, is_learnable
@@ -21,7 +22,7 @@ _MAX_PERSISTENT_BYTES = 1024
 """Bytes up to which a persistent collective is the faster one: Open MPI's take no algorithm for large messages."""
 
 
-class Plan:
+class Plan(Generic[ResultT_co]):
     """A collective bound to its arrays, to be repeated.
 
     The algorithm, the memory and the schedule are bound once, when the plan is made; for data on a device each run
@@ -64,7 +65,7 @@ class Plan:
         begin = Call(f"{self._call.name}_init", parts=(self._call,))
         self.choice, self._body = comm.queue.run(self._bind, begin)
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
-        self._result = operation.result() if operation.arrays.persistent else None
+        self._result: Any = operation.result() if operation.arrays.persistent else None
         is_number = isinstance(self._result, (bool, int, float, complex, np.generic))
         self._reuses_result = operation.arrays.persistent and not is_number
         # Carries out a run by the extension alone, once shared memory has been used.
@@ -101,10 +102,11 @@ class Plan:
         run = bind(operation, choice, call=self._call, fixed=True, persistent=persistent)
         return choice, Task(run, self._call, operation)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> ResultT_co:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
         if self._repeat is not None and self._pending is None and self._repeat():
-            return self._result if self._reuses_result else self._operation.result()
+            repeated: ResultT_co = self._result if self._reuses_result else self._operation.result()
+            return repeated
         if self._device is not None:
             self._operation.record_events()
         if self._pending is not None or self._comm.freed:
@@ -115,7 +117,8 @@ class Plan:
         if self._may_repeat and self._bound_after != queue.discards and self._comm.has_arena:
             self._bound_after = queue.discards
             self._repeat = bind_repeated(self._operation, self.choice, self._call)
-        return self._result if self._reuses_result else self._operation.result()
+        result: ResultT_co = self._result if self._reuses_result else self._operation.result()
+        return result
 
     def start(self) -> None:
         """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""
@@ -127,7 +130,7 @@ class Plan:
         """Return True if the started run has completed."""
         return self._get_started("test").test()
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> ResultT_co:
         """Wait for the started run and return the result. Raises what the run raised, or Timeout after `timeout`
         seconds, when it is still pending.
         """
@@ -137,7 +140,8 @@ class Plan:
         finally:
             if job.reported:
                 self._pending = None
-        return self._operation.result()
+        result: ResultT_co = self._operation.result()
+        return result
 
     def _check_idle(self, verb: str) -> None:
         self._operation.comm.check()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from math import nan
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import OwnQueue
@@ -14,6 +14,16 @@ from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.waiting import poll
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # So annotations may say Request alone.
+    ResultT_co = TypeVarWithDefault("ResultT_co", covariant=True, default=Any)
+else:
+    ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+ValueT = TypeVar("ValueT")
 
 
 class Handle(Protocol):
@@ -45,7 +55,7 @@ def seconds(operation: str, timeout: Any, *, positive: bool = True) -> float:
     return value
 
 
-class Request:
+class Request(Generic[ResultT_co]):
     """Pending operation: ``wait`` returns its result, ``test`` queries its completion.
 
     The arrays of the operation must not be changed (nor, for results, read) before it has completed. Dropping a request
@@ -60,7 +70,7 @@ class Request:
     __slots__ = ("_finish", "_handle", "_value", "_waited")
     __reduce_ex__ = refuse_pickling("Request", "wait() for it and pass on its result")
 
-    def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
+    def __init__(self, handle: Handle, finish: Callable[[], ResultT_co]) -> None:
         self._handle = handle
         self._finish = finish
         self._waited = False
@@ -86,7 +96,7 @@ class Request:
         exception of an operation that failed."""
         return bool(self._waited or self._handle.test())
 
-    def wait(self, timeout: float | None = None, bound: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, bound: float | None = None) -> ResultT_co:
         """Wait for the operation and return its result. Raises what the operation raised, or Timeout after `timeout`
         seconds, when the operation is still pending.
 
@@ -101,10 +111,11 @@ class Request:
             self._handle.wait(None if timeout is None else seconds("wait", timeout, positive=False), bound)
             self._value = self._finish()
             self._waited = True
-        return self._value
+        value: ResultT_co = self._value
+        return value
 
 
-def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
+def waitall(requests: Sequence[Request[ValueT]], timeout: float | None = None) -> list[ValueT]:
     """Wait for all `requests` and return their results in order.
 
     Args:
@@ -130,7 +141,7 @@ def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[A
     return [one.wait(max(0.0, deadline - time.monotonic()), timeout) for one in requests]
 
 
-def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
+def waitany(requests: Sequence[Request[ValueT]], timeout: float | None = None) -> tuple[int, ValueT]:
     """Wait for any of `requests` to complete and return its index and its result.
 
     Args:
@@ -158,7 +169,7 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
         index, one = active[0]
         return index, one.wait(timeout)
 
-    def first_complete() -> tuple[int, Request] | None:
+    def first_complete() -> tuple[int, Request[ValueT]] | None:
         return next(((index, one) for index, one in active if one.test()), None)
 
     bound = min(one.limit for _, one in active) if timeout is None else timeout

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from mpicoll.collectives import p2p
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.poller import poller
-from mpicoll.engine.core.request import waitall
+from mpicoll.engine.core.request import Request, waitall
 from mpicoll.engine.world import as_communicator, resolve
 from mpicoll.errors import ArgumentError, CommunicationError
 from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments
@@ -253,7 +253,7 @@ class RingExchange:
         comm = self._comm
         arriving = [self._receive_buffer(one) for one in tensors]
         source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        requests = [p2p.irecv(None, source, self._tag, out=one, comm=comm) for one in arriving]
+        requests: list[Request] = [p2p.irecv(None, source, self._tag, out=one, comm=comm) for one in arriving]
         requests += [p2p.isend(one.detach(), dest, self._tag, comm=comm) for one in tensors]
         for request in requests:
             poller.watch(request)
