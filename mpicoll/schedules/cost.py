@@ -23,6 +23,11 @@ class Cost:
     `rounds` is the longest chain of messages each of which depends on the one before, directly or because a rank
     finishes a round before the next. `sent`, `received` and `reduced` are the maximum over the ranks of each amount;
     `messages`, `total_sent` (equal to the total received) and `total_reduced` are over all ranks.
+
+    Example:
+        >>> cost = mpicoll.schedules.cost("allreduce/ring", 4)
+        >>> cost.rounds, cost.messages, cost.sent
+        (6, 24, Fraction(3, 2))
     """
 
     rounds: int
@@ -47,6 +52,10 @@ def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1
         RankError: `root` is out of range.
         AlgorithmError: the name is unknown, or `segments` is below 1.
         ScheduleError: the algorithm deadlocks.
+
+    Example:
+        >>> mpicoll.schedules.cost("bcast/chain", 4).rounds
+        3
     """
     algorithm = find(algorithm)
     exchange = Exchange(algorithm, size, root, segments)
@@ -98,6 +107,11 @@ def traffic(algorithm: Algorithm | str, size: int, root: int = 0, segments: int 
     Raises:
         RankError: `root` is out of range.
         AlgorithmError: the name is unknown, or `segments` is below 1.
+
+    Example:
+        >>> sent, received = mpicoll.schedules.traffic("bcast/chain", 3)[1]
+        >>> int(sent), int(received)
+        (1, 1)
     """
     algorithm = find(algorithm)
     chunk = Fraction(1, chunks_in_n(algorithm, size, segments))
@@ -121,6 +135,10 @@ def closed_form(algorithm: Algorithm | str, size: int, segments: int = 1) -> tup
 
     Raises:
         AlgorithmError: the name is unknown.
+
+    Example:
+        >>> mpicoll.schedules.closed_form("allreduce/ring", 4)  # rounds, and multiples of the vector
+        (6, Fraction(3, 2))
     """
     algorithm = find(algorithm)
     quantities: dict[str, int | Fraction] = {
@@ -168,6 +186,11 @@ def price(
         RankError: `root` is out of range.
         AlgorithmError: the name is unknown, or `segments` is below 1.
         ScheduleError: the algorithm deadlocks.
+
+    Example:
+        >>> seconds = mpicoll.schedules.price("allreduce/ring", 4, 8000, alpha=1e-6, beta=1e-9)
+        >>> round(seconds * 1e6, 1)  # 6 messages of 2000 bytes, one after the other
+        18.0
     """
     algorithm = find(algorithm)
     chunk = nbytes / chunks_in_n(algorithm, size, segments)

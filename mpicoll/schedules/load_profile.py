@@ -16,6 +16,11 @@ class Cluster:
 
     `gamma` is the seconds per byte reduced; `links` the number of network links, each of `net_beta`, that the ranks of
     a node share. A rank uses one link at a time.
+
+    Example:
+        >>> cluster = mpicoll.schedules.Cluster(nodes=16, ranks_per_node=8, net_alpha=2e-6, net_beta=1 / 12.5e9)
+        >>> cluster.size
+        128
     """
 
     nodes: int
@@ -50,6 +55,11 @@ class Profile:
     that have exactly these loads. `sent` (by the busiest rank) and `crossing` (in one direction through the links of
     the busiest node, on all levels together) are multiples of n, the bytes of the vector or of all P blocks of one
     buffer; `chunks` is the number of chunks of n. `seen` names the ranks examined: ``one``, ``all`` or ``sample``.
+
+    Example:
+        >>> profile = mpicoll.schedules.profile("allreduce/ring", nodes=2, ranks_per_node=4)
+        >>> profile.size, profile.rounds, profile.sent
+        (8, 14, Fraction(7, 4))
     """
 
     algorithm: Algorithm

@@ -34,7 +34,12 @@ Chunks: TypeAlias = range | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `chunks` to rank `to`. No chunks: an empty message, a token."""
+    """Send `chunks` to rank `to`. No chunks: an empty message, a token.
+
+    Example:
+        >>> mpicoll.schedules.Send(to=1, chunks=(0, 2)).to
+        1
+    """
 
     to: int
     chunks: Chunks = ()
@@ -46,6 +51,10 @@ class Recv:
 
     The part of the lower rank is the left operand, which keeps the order of ranks wherever an algorithm combines
     neighbouring intervals of ranks only.
+
+    Example:
+        >>> mpicoll.schedules.Recv(source=1, chunks=range(2, 4), reduce=True).chunks
+        range(2, 4)
     """
 
     source: int
@@ -55,7 +64,12 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Local step: copy chunk `src` to chunk `dst`."""
+    """Local step: copy chunk `src` to chunk `dst`.
+
+    Example:
+        >>> mpicoll.schedules.Round(then=(mpicoll.schedules.Copy(src=0, dst=1),)).then
+        (Copy(src=0, dst=1),)
+    """
 
     src: int
     dst: int
@@ -63,7 +77,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Local step: set chunk `dst` to ``src ⊕ dst`` or, with `src_right`, to ``dst ⊕ src``."""
+    """Local step: set chunk `dst` to ``src ⊕ dst`` or, with `src_right`, to ``dst ⊕ src``.
+
+    Example:
+        >>> mpicoll.schedules.Reduce(src=1, dst=0).src_right
+        False
+    """
 
     src: int
     dst: int
@@ -75,7 +94,13 @@ Local: TypeAlias = Copy | Reduce
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Messages that are in flight together, then local steps."""
+    """Messages that are in flight together, then local steps.
+
+    Example:
+        >>> first = mpicoll.schedules.get("allreduce", "ring").schedule(0, 4).rounds[0]
+        >>> first.sends, first.recvs
+        ((Send(to=1, chunks=(0,)),), (Recv(source=3, chunks=(3,), reduce=True),))
+    """
 
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
@@ -84,7 +109,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The rounds of rank `rank` of `size`. `chunks` carry data, ``scratch`` further chunks are temporary."""
+    """The rounds of rank `rank` of `size`. `chunks` carry data, ``scratch`` further chunks are temporary.
+
+    Example:
+        >>> schedule = mpicoll.schedules.get("allreduce", "ring").schedule(0, 4)
+        >>> schedule.rank, schedule.chunks, len(schedule.rounds)
+        (0, 4, 6)
+    """
 
     collective: str
     algorithm: str
@@ -112,6 +143,11 @@ class Algorithm:
     ``p2`` (the largest power of two up to P) and ``r`` (``P - p2``). They give the rounds on the critical path, and
     the bytes that the busiest rank sends as a multiple of the bytes of the whole vector or of all blocks of one buffer;
     ``closed_form`` evaluates them exactly.
+
+    Example:
+        >>> ring = mpicoll.schedules.get("allreduce", "ring")
+        >>> ring.rounds, ring.sent
+        ('2 * (P - 1)', '2 * (P - 1) / P')
     """
 
     collective: str
@@ -196,6 +232,18 @@ def algorithm(
     """Register the decorated generator as an algorithm of `collective`; see :class:`Algorithm` for the fields.
 
     Raises AlgorithmError if `rounds` or `sent` is not a valid closed form.
+
+    Example:
+        >>> @mpicoll.schedules.algorithm("barrier", rounds="2 * (P - 1)", sent="0")
+        ... def ring_of_tokens(rank, size, root, segments):
+        ...     for _ in range(2):
+        ...         for source in range(size - 1):
+        ...             yield mpicoll.schedules.Round(
+        ...                 sends=(mpicoll.schedules.Send(source + 1),) if rank == source else (),
+        ...                 recvs=(mpicoll.schedules.Recv(source),) if rank == source + 1 else (),
+        ...             )
+        >>> ring_of_tokens.__name__
+        'ring_of_tokens'
     """
     for text in (rounds, sent):
         check_formula(text, ("P", "S", "lg", "p2", "r"))
@@ -226,7 +274,12 @@ def _count(value: int | Count) -> Count:
 
 
 def get(collective: str, name: str) -> Algorithm:
-    """Return the algorithm `name` of `collective`. Raise AlgorithmError with the names that exist."""
+    """Return the algorithm `name` of `collective`. Raise AlgorithmError with the names that exist.
+
+    Example:
+        >>> mpicoll.schedules.get("allreduce", "ring").collective
+        'allreduce'
+    """
     try:
         return _REGISTRY[collective][name]
     except KeyError:
@@ -239,7 +292,12 @@ def get(collective: str, name: str) -> Algorithm:
 
 
 def find(algorithm: Algorithm | str) -> Algorithm:
-    """Return `algorithm` itself, or the one named by a string such as ``"allreduce/ring"``. Raise AlgorithmError."""
+    """Return `algorithm` itself, or the one named by a string such as ``"allreduce/ring"``. Raise AlgorithmError.
+
+    Example:
+        >>> mpicoll.schedules.find("allreduce/ring").name
+        'ring'
+    """
     if isinstance(algorithm, Algorithm):
         return algorithm
     collective, slash, name = algorithm.partition("/")
@@ -249,10 +307,20 @@ def find(algorithm: Algorithm | str) -> Algorithm:
 
 
 def algorithms_of(collective: str) -> dict[str, Algorithm]:
-    """Return all schedules of `collective` by name."""
+    """Return all schedules of `collective` by name.
+
+    Example:
+        >>> mpicoll.schedules.algorithms_of("barrier")["dissemination"].rounds
+        'lg'
+    """
     return dict(_REGISTRY.get(collective, {}))
 
 
 def collectives() -> tuple[str, ...]:
-    """Return the collectives that have schedules."""
+    """Return the collectives that have schedules.
+
+    Example:
+        >>> "allreduce" in mpicoll.schedules.collectives()
+        True
+    """
     return tuple(sorted(_REGISTRY))

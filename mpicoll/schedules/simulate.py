@@ -80,6 +80,10 @@ def profile(
         ArgumentError: `nodes`, `ranks_per_node` or `links` is below 1.
         AlgorithmError: the name is unknown, `segments` is below 1, or there are more messages to follow than `budget`.
         ScheduleError: the algorithm deadlocks.
+
+    Example:
+        >>> mpicoll.schedules.profile("allreduce/ring", nodes=2, ranks_per_node=4).crossing  # multiples of the vector
+        Fraction(7, 4)
     """
     algorithm = find(algorithm)
     _check(nodes, ranks_per_node, links)
@@ -97,7 +101,14 @@ def profile(
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The points of an algorithm in the order of the sizes; None for sizes without a point, for which see `reason`."""
+    """The points of an algorithm in the order of the sizes; None for sizes without a point, for which see `reason`.
+
+    Example:
+        >>> cluster = mpicoll.schedules.Cluster(nodes=2, ranks_per_node=4)
+        >>> (ring,) = mpicoll.schedules.simulate("allreduce", cluster, [8, 1 << 20], algorithms=["ring"])
+        >>> [point.nbytes for point in ring.points]
+        [8, 1048576]
+    """
 
     algorithm: Algorithm
     points: tuple[ForecastPoint | None, ...]
@@ -138,6 +149,12 @@ def simulate(
         ArgumentError: the cluster has no nodes, ranks or links.
         AlgorithmError: a name is unknown, or `segments` is below 1.
         ScheduleError: an algorithm deadlocks.
+
+    Example:
+        >>> cluster = mpicoll.schedules.Cluster(nodes=4, ranks_per_node=8)
+        >>> forecasts = mpicoll.schedules.simulate("allreduce", cluster, [1 << 20])
+        >>> "ring" in [one.algorithm.name for one in forecasts]
+        True
     """
     if algorithms is None and collective in collectives():
         algorithms = tuple(algorithms_of(collective))

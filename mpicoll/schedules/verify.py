@@ -20,6 +20,11 @@ class Report:
 
     `rounds` is the maximum over the ranks and `messages` the number among all ranks. `ordered`: every reduction
     combined two neighbouring intervals of ranks, the lower one on the left, so the operation need not commute.
+
+    Example:
+        >>> report = mpicoll.schedules.verify("allreduce/ring", 4)
+        >>> report.rounds, report.messages
+        (6, 24)
     """
 
     collective: str
@@ -48,6 +53,10 @@ def verify(algorithm: Algorithm | str, size: int, root: int = 0, segments: int |
             round and the chunk.
         RankError: `root` is out of range.
         AlgorithmError: the name is unknown, or `segments` is below 1.
+
+    Example:
+        >>> mpicoll.schedules.verify("scan/recursive_doubling", 5).size
+        5
     """
     algorithm = find(algorithm)
     segments = (3 if segments is None else segments) if algorithm.segmented else 1

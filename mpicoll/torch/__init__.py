@@ -56,6 +56,12 @@ def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) ->
         SetupError: another launcher started this process, and the environment has no address of rank 0; or MPI has
             fewer ranks than the group.
         ArgumentError: `rank` or `world_size` differs from MPI's value.
+
+    Example:
+        >>> import mpicoll.torch as dist
+        >>> dist.init_process_group()
+        >>> dist.get_world_size()  # on one rank
+        1
     """
     _dist.init_process_group("mpicoll" if backend is None else _replace_mpi(backend), *args, **kwargs)
 

@@ -29,6 +29,10 @@ class CompressionState:
     Raises:
         ArgumentError: there is no such compression.
         CommunicatorError: the process group has another backend.
+
+    Example:
+        >>> mpicoll.torch.CompressionState(compression="int8", feedback=False).compression
+        'int8'
     """
 
     def __init__(
@@ -67,10 +71,11 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
         DTypeError, DeviceError: the gradients are of another dtype, or on a device.
 
     Example:
-        ::
-
-            model = DistributedDataParallel(model)
-            model.register_comm_hook(CompressionState(compression="int8"), compression_hook)
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> model.register_comm_hook(mpicoll.torch.CompressionState(compression="bf16"), mpicoll.torch.compression_hook)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.module.weight.grad
+        tensor([[1., 1.]])
     """
     future: torch.futures.Future[torch.Tensor] = state.average(bucket).get_future().then(_take_tensor)
     return future

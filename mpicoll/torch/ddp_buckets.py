@@ -35,6 +35,13 @@ def share_buckets(model: Any, hook: Hook = allreduce_hook) -> None:
 
     Raises:
         CommunicatorError: the process group of `model` has another backend.
+
+    Example:
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> mpicoll.torch.share_buckets(model)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.module.weight.grad
+        tensor([[1., 1.]])
     """
     buckets = _Buckets(resolve(communicator(model.process_group)))
 

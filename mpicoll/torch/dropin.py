@@ -203,7 +203,16 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive as :func:`torch.distributed.recv` does, and return the rank of the sender; see :func:`send`."""
+    """Receive as :func:`torch.distributed.recv` does, and return the rank of the sender; see :func:`send`.
+
+    Example:
+        >>> request = dist.isend(torch.ones(2), dst=0)
+        >>> x = torch.empty(2)
+        >>> dist.recv(x, src=0)  # on one rank
+        0
+        >>> request.wait()
+        True
+    """
     fast_path = _find_fast_path(group)
     if fast_path is not None and src is not None and fast_path.recv(tensor, _find_root(group, src, group_src), tag):
         return src

@@ -77,6 +77,10 @@ def communicator(group: Any = None) -> Communicator:
 
     Raises:
         CommunicatorError: the process group has another backend, or this process is not a member of it.
+
+    Example:
+        >>> mpicoll.torch.communicator().size  # on one rank
+        1
     """
     if group is None and dist.is_initialized():
         group = c10d.GroupMember.WORLD

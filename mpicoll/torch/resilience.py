@@ -58,6 +58,10 @@ def resilient(
         ArgumentError: the default process group is not an mpicoll group of all ranks.
 
     All other errors are those of :func:`mpicoll.resilient`.
+
+    Example:
+        >>> mpicoll.torch.resilient(lambda state, step, setup: state + step, 0, 4)  # on one rank
+        6
     """
     group = get_default_group()
     operations = find_operations(group)

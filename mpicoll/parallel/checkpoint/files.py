@@ -73,10 +73,12 @@ def save(
         All are raised on all ranks.
 
     Example:
-        ::
-
-            checkpoint.save("step_100", model, optimizer, extra=100)
-            step = checkpoint.load("step_100", model, optimizer)
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mpicoll.parallel.checkpoint.save(f"{folder}/step-1", model, extra={"step": 1})
+        ...     mpicoll.parallel.checkpoint.load(f"{folder}/step-1", model)
+        {'step': 1}
     """
     if world().size > 1 and not dist.is_initialized():
         raise CommunicatorError(
@@ -159,6 +161,14 @@ def load(
             of the model or of the kind of optimizer; on all ranks, with nothing changed.
         ShapeError: an entry has another shape; on all ranks, with nothing changed.
         OSError: files can't be read.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mpicoll.parallel.checkpoint.save(f"{folder}/last", model, extra="note")
+        ...     mpicoll.parallel.checkpoint.load(f"{folder}/last", model)
+        'note'
     """
     named: dict[str, Any] = {}
     metadata: list[Metadata] = []

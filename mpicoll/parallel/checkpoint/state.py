@@ -37,6 +37,10 @@ def model_state(model: nn.Module, names: Names = None) -> dict[str, Any]:
         ArgumentError: two parameters have one name.
         CommunicatorError: a parameter is sharded among ranks for which torch has no process group.
         ShapeError: the shards have other sizes than a DTensor's.
+
+    Example:
+        >>> sorted(mpicoll.parallel.checkpoint.model_state(torch.nn.Linear(2, 1)))
+        ['bias', 'weight']
     """
     named = collect_named_values(model, names)
     return build_model_state(named, find_shardings(named))
@@ -51,6 +55,12 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
     Raises:
         ArgumentError: an entry of a sharded parameter has another shape, an entry is a list (as LBFGS keeps), or a
             parameter is not `model`'s.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = mpicoll.parallel.checkpoint.optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state["param_groups.weight.lr"]
+        0.1
     """
     named = collect_named_values(model, names)
     return build_optimizer_state(named, find_shardings(named), optimizer)

@@ -37,13 +37,9 @@ class TorchState:
         ArgumentError: a value has the name of a method.
 
     Example:
-        ::
-
-            model = nn.Linear(4, 2)
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            state = elastic.TorchState(model, optimizer, epoch=0)
-            state.epoch += 1
-            state.commit()
+        >>> state = mpicoll.parallel.data_parallel.elastic.TorchState(torch.nn.Linear(4, 2), epoch=0)
+        >>> state.epoch += 1
+        >>> state.commit()
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
@@ -100,15 +96,14 @@ def run(function: Callable[Concatenate[TorchState, P], R]) -> Callable[Concatena
     --with-ft ulfm`` of Open MPI 5). In other jobs `function` is called once.
 
     Example:
-        ::
-
-            @elastic.run
-            def train(state, epochs):
-                while state.epoch < epochs:
-                    state.epoch += 1
-                    state.commit()
-
-            train(elastic.TorchState(epoch=0), 3)
+        >>> @mpicoll.parallel.data_parallel.elastic.run
+        ... def train(state, epochs):
+        ...     while state.epoch < epochs:
+        ...         state.epoch += 1
+        ...         state.commit()
+        ...     return state.epoch
+        >>> train(mpicoll.parallel.data_parallel.elastic.TorchState(epoch=0), 3)
+        3
     """
 
     @functools.wraps(function)

@@ -10,7 +10,21 @@ from mpicoll.transport.base import Pending
 
 
 class Pull:
-    """Weights on their way to a worker."""
+    """Weights on their way to a worker.
+
+    Example:
+        >>> def program():
+        ...     if mpicoll.world().rank == 0:
+        ...         rule = mpicoll.parallel.parameter_server.SGD(lr=0.5)
+        ...         return mpicoll.parallel.parameter_server.ParameterServer(rule).run()
+        ...     weights = np.zeros(2)
+        ...     with mpicoll.parallel.parameter_server.Worker({"w": weights}) as worker:
+        ...         worker.push_gradients({"w": np.ones(2)})
+        ...         worker.pull_weights(wait=False).wait()
+        ...     return weights.tolist()
+        >>> mpicoll.run_local(program, 2)
+        [None, [-0.5, -0.5]]
+    """
 
     def __init__(self, finish: Callable[[Pull], None], model: Any) -> None:
         self._finish = finish

@@ -32,6 +32,12 @@ class SGD:
         momentum: the factor of the velocity.
         weight_decay: the factor of the weights that is added to the gradient.
         nesterov: use Nesterov's momentum.
+
+    Example:
+        >>> weights = np.zeros(2)
+        >>> mpicoll.parallel.parameter_server.SGD(lr=0.5)(weights, np.ones(2), {}, 1)
+        >>> weights
+        array([-0.5, -0.5])
     """
 
     def __init__(
@@ -64,6 +70,12 @@ class Adam:
         eps: what is added to the denominator.
         weight_decay: the factor of the weights that is added to the gradient.
         decoupled: subtract the weight decay from the weights instead.
+
+    Example:
+        >>> weights = np.zeros(2)
+        >>> mpicoll.parallel.parameter_server.Adam(lr=0.5)(weights, np.ones(2), {}, 1)
+        >>> weights.round(3)
+        array([-0.5, -0.5])
     """
 
     def __init__(

@@ -69,15 +69,17 @@ class ParameterServer:
             wait next.
 
     Example:
-        ::
-
-            if mpicoll.world().rank == 0:
-                ParameterServer(SGD(lr=0.1)).run()
-            else:
-                with Worker({"w": weights}) as worker:
-                    for batch in batches:
-                        worker.pull_weights()
-                        worker.push_gradients({"w": gradient(weights, batch)})
+        >>> def program():
+        ...     if mpicoll.world().rank == 0:
+        ...         rule = mpicoll.parallel.parameter_server.SGD(lr=0.5)
+        ...         return mpicoll.parallel.parameter_server.ParameterServer(rule).run()
+        ...     weights = np.zeros(2)
+        ...     with mpicoll.parallel.parameter_server.Worker({"w": weights}) as worker:
+        ...         worker.push_gradients({"w": np.ones(2)})
+        ...         worker.pull_weights()
+        ...     return weights.tolist()
+        >>> mpicoll.run_local(program, 2)
+        [None, [-0.5, -0.5]]
     """
 
     def __init__(

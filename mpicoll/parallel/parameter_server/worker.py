@@ -64,13 +64,17 @@ class Worker:
             ArgumentError.
 
     Example:
-        ::
-
-            with Worker(model) as worker:
-                for x, y in loader:
-                    worker.pull_weights()
-                    loss(model(x), y).backward()
-                    worker.push_gradients()
+        >>> def program():
+        ...     if mpicoll.world().rank == 0:
+        ...         rule = mpicoll.parallel.parameter_server.SGD(lr=0.5)
+        ...         return mpicoll.parallel.parameter_server.ParameterServer(rule).run()
+        ...     weights = np.zeros(2)
+        ...     with mpicoll.parallel.parameter_server.Worker({"w": weights}) as worker:
+        ...         worker.push_gradients({"w": np.ones(2)})
+        ...         worker.pull_weights()
+        ...     return weights.tolist()
+        >>> mpicoll.run_local(program, 2)
+        [None, [-0.5, -0.5]]
     """
 
     def __init__(

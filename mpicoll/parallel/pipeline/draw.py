@@ -72,9 +72,9 @@ def draw(
         ScheduleError: the schedule has a deadlock.
 
     Example:
-        ::
-
-            print(draw("1f1b", stages=4, microbatches=8))
+        >>> text = mpicoll.parallel.pipeline.draw("1f1b", stages=2, microbatches=3)
+        >>> print(text.splitlines()[0])
+        1f1b on 2 stages, 3 micro-batches, bubble 1/4 = 25.0 %
     """
     if width < 40:
         raise ArgumentError(f"draw: width must be at least 40 columns, got {width}")

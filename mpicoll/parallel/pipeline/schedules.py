@@ -33,7 +33,12 @@ _ACTIVATION_CHANGE: dict[ActionKind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of a stage: `kind` of `microbatch` through its chunk `chunk`."""
+    """One action of a stage: `kind` of `microbatch` through its chunk `chunk`.
+
+    Example:
+        >>> mpicoll.parallel.pipeline.actions("1f1b", stage=0, stages=2, microbatches=2)[0]
+        Action(kind='F', microbatch=0, chunk=0)
+    """
 
     kind: ActionKind
     microbatch: int
@@ -110,6 +115,14 @@ def register(
     """Register the decorated generator as a pipeline schedule; see :class:`PipelineSchedule` for the fields.
 
     Raises AlgorithmError if `bubble` or `peak` is not a valid closed form.
+
+    Example:
+        >>> @mpicoll.parallel.pipeline.register()
+        ... def forward_then_backward(stage, stages, microbatches):
+        ...     yield from (mpicoll.parallel.pipeline.Action("F", m) for m in range(microbatches))
+        ...     yield from (mpicoll.parallel.pipeline.Action("B", m) for m in range(microbatches))
+        >>> mpicoll.parallel.pipeline.verify("forward_then_backward", stages=3, microbatches=4).stages
+        3
     """
     for text, names in ((bubble, "pmv"), (peak, "pmvs")):
         if text is not None:
@@ -165,6 +178,10 @@ def actions(
     Raises:
         RankError: `stage` is out of range.
         AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
+
+    Example:
+        >>> [str(one) for one in mpicoll.parallel.pipeline.actions("1f1b", stage=0, stages=2, microbatches=2)]
+        ['F0', 'F1', 'B0', 'B1']
     """
     return find(schedule).actions(stage, stages, microbatches, chunks)
 
@@ -210,6 +227,10 @@ def peak_activations(
 
     Each is an activation of one chunk, which is ``1 / chunks`` of the stage. It counts until its B or W is over. A
     schedule without a backward keeps none. Arguments and errors are those of :func:`schedule`.
+
+    Example:
+        >>> mpicoll.parallel.pipeline.peak_activations("1f1b", stages=4, microbatches=8)
+        (4, 3, 2, 1)
     """
     found = find(schedule)
     script = [found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1))]

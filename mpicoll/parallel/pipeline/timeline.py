@@ -31,6 +31,11 @@ class Timeline:
     """The times of all actions: `spans` has a tuple for each stage, in the order of time.
 
     `measured` is True if the times are seconds of a real run, and False if they are computed.
+
+    Example:
+        >>> line = mpicoll.parallel.pipeline.timeline("1f1b", stages=2, microbatches=4)
+        >>> len(line.spans)
+        2
     """
 
     name: str
@@ -112,6 +117,11 @@ def timeline(
         ArgumentError: a time is negative.
         ScheduleError: the schedule has a deadlock.
         AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
+
+    Example:
+        >>> line = mpicoll.parallel.pipeline.timeline("1f1b", stages=2, microbatches=4)
+        >>> len(line.spans[0])
+        8
     """
     found = find(schedule)
     script = schedules.schedule(found, stages, microbatches, chunks)

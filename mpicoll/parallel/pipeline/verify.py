@@ -79,9 +79,9 @@ def verify(schedule: PipelineSchedule | str, stages: int, microbatches: int, chu
         AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
 
     Example:
-        ::
-
-            verify("1f1b", stages=4, microbatches=8).peak  # (4, 3, 2, 1)
+        >>> report = mpicoll.parallel.pipeline.verify("1f1b", stages=2, microbatches=4)
+        >>> report.stages
+        2
     """
     return _Verifier(find(schedule), stages, microbatches, chunks).report()
 

@@ -51,6 +51,12 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
 
     Raises:
         ArgumentError: `tensor` requires grad, and `op` has no gradient.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> mpicoll.torch.autograd.all_reduce(x).sum().backward()  # on one rank
+        >>> x.grad
+        tensor([1., 1.])
     """
     comm = communicator(group)
     op = convert_op(op, "all_reduce", tensor)
@@ -86,6 +92,10 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tens
     Raises:
         ArgumentError: `tensor` requires grad, and `op` is not ``sum``, ``avg`` or ``premul_sum``.
         RankError: `dst` is out of range.
+
+    Example:
+        >>> mpicoll.torch.autograd.reduce(torch.ones(2), dst=0)  # on one rank
+        tensor([1., 1.])
     """
     comm, root = resolve_root("reduce", dst, group)
     op = convert_op(op, "reduce", tensor)
@@ -113,6 +123,10 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
 
     Raises:
         RankError: `src` is out of range.
+
+    Example:
+        >>> mpicoll.torch.autograd.broadcast(torch.ones(2), src=0)  # on one rank
+        tensor([1., 1.])
     """
     comm, root = resolve_root("broadcast", src, group)
     return apply_linear(
@@ -137,6 +151,12 @@ def all_gather(tensor: Tensor, group: Any = None, *, sizes: Sequence[int] | None
 
     Raises:
         ShapeError: `tensor` does not have ``sizes[rank]`` rows.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> mpicoll.torch.autograd.all_gather(x)[0].sum().backward()  # on one rank
+        >>> x.grad
+        tensor([1., 1.])
     """
     comm = communicator(group)
     if sizes is None:
@@ -161,6 +181,10 @@ def all_gather_single(tensor: Tensor, dim: int = 0, group: Any = None, *, sizes:
 
     Raises:
         ShapeError: `dim` is out of range, or `tensor` does not have the extent ``sizes[rank]``.
+
+    Example:
+        >>> mpicoll.torch.autograd.all_gather_single(torch.ones(2), dim=0)  # on one rank
+        tensor([1., 1.])
     """
     comm = communicator(group)
     rows = move_to_front("all_gather_single", tensor, dim, comm)
@@ -189,6 +213,10 @@ def reduce_scatter(tensors: Sequence[Tensor], op: Any = "sum", group: Any = None
         ArgumentError: a tensor requires grad, and `op` is not ``sum``, ``avg`` or ``premul_sum``.
         ShapeError: the number of tensors is not that of ranks.
         DTypeError: the tensors have different dtypes.
+
+    Example:
+        >>> mpicoll.torch.autograd.reduce_scatter([torch.ones(2)])  # on one rank
+        tensor([1., 1.])
     """
     comm = communicator(group)
     check_list("reduce_scatter", tensors, comm)
@@ -219,6 +247,10 @@ def reduce_scatter_single(
     Raises:
         ArgumentError: `tensor` requires grad, and `op` is not ``sum``, ``avg`` or ``premul_sum``.
         ShapeError: `dim` is out of range, the extent can't be divided equally, or differs from the sum of `sizes`.
+
+    Example:
+        >>> mpicoll.torch.autograd.reduce_scatter_single(torch.ones(2))  # on one rank
+        tensor([1., 1.])
     """
     comm = communicator(group)
     op = convert_op(op, "reduce_scatter_single", tensor)
@@ -248,6 +280,10 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
 
     Raises:
         RankError: `dst` is out of range.
+
+    Example:
+        >>> mpicoll.torch.autograd.gather(torch.ones(2), dst=0)  # on one rank
+        (tensor([1., 1.]),)
     """
     comm, root = resolve_root("gather", dst, group)
     rows = tensor.unsqueeze(0)
@@ -273,6 +309,10 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
         RankError: `src` is out of range.
         ShapeError: on `src`, the number of tensors is not that of ranks, or their shapes differ.
         DTypeError: `tensors` is not a list of tensors of one dtype on `src`, or not a tensor elsewhere.
+
+    Example:
+        >>> mpicoll.torch.autograd.scatter([torch.ones(2)], src=0)  # on one rank
+        tensor([1., 1.])
     """
     comm, root = resolve_root("scatter", src, group)
     if comm.rank == root:
@@ -308,6 +348,10 @@ def all_to_all(
     Raises:
         ShapeError: the number of tensors or shapes is not that of ranks, or shapes differ without `output_shapes`.
         DTypeError: the tensors have different dtypes.
+
+    Example:
+        >>> mpicoll.torch.autograd.all_to_all([torch.ones(2)])  # on one rank
+        (tensor([1., 1.]),)
     """
     comm = communicator(group)
     check_list("all_to_all", tensors, comm, alike=output_shapes is None, remedy="; pass output_shapes on every rank")
@@ -340,6 +384,10 @@ def all_to_all_single(
 
     Raises:
         ShapeError: only one of the sizes is given, they do not fit, or the rows can't be divided equally.
+
+    Example:
+        >>> mpicoll.torch.autograd.all_to_all_single(torch.ones(2))  # on one rank
+        tensor([1., 1.])
     """
     comm = communicator(group)
     if (output_split_sizes is None) != (input_split_sizes is None):

@@ -40,6 +40,10 @@ def sendrecv(
 
     Raises:
         RankError: a rank or `tag` is out of range.
+
+    Example:
+        >>> mpicoll.torch.autograd.sendrecv(torch.ones(2), dst=0, src=0)  # on one rank
+        tensor([1., 1.])
     """
     comm = communicator(group)
     to = None if dst is None else resolve_rank("sendrecv", dst, group, comm)
@@ -65,6 +69,16 @@ def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
 
     Raises:
         RankError: `dst` or `tag` is out of range.
+
+    Example:
+        >>> def program():
+        ...     world = mpicoll.world()
+        ...     if world.rank == 0:
+        ...         mpicoll.torch.autograd.send(torch.ones(2), 1, group=world)
+        ...         return None
+        ...     return mpicoll.torch.autograd.recv(torch.empty(2), 0, group=world).tolist()
+        >>> mpicoll.run_local(program, 2)
+        [None, [1.0, 1.0]]
     """
     comm = communicator(group)
     return _exchange(tensor, resolve_rank("send", dst, group, comm), None, tag, (), comm)
@@ -86,6 +100,16 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
 
     Raises:
         RankError: `src` or `tag` is out of range.
+
+    Example:
+        >>> def program():
+        ...     world = mpicoll.world()
+        ...     if world.rank == 0:
+        ...         mpicoll.torch.autograd.send(torch.ones(2), 1, group=world)
+        ...         return None
+        ...     return mpicoll.torch.autograd.recv(torch.empty(2), 0, group=world).tolist()
+        >>> mpicoll.run_local(program, 2)
+        [None, [1.0, 1.0]]
     """
     comm = communicator(group)
     return _exchange(like, None, resolve_rank("recv", src, group, comm), tag, like.shape, comm)
