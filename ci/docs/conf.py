@@ -28,5 +28,5 @@ napoleon_use_ivar = True
 napoleon_custom_sections = [("Methods", "params_style")]
 
 html_theme = "furo"
-html_title = f"mpicoll {version}"
+html_title = f"mpicoll {version.split('+')[0]}"
 html_static_path: list[str] = []
