@@ -18,7 +18,7 @@
 #include "uneven_blocks.h"
 
 enum {
-    RELEASE_AT = 64 * 1024,    /* bytes from which on the GIL is released for the whole collective */
+    RELEASE_AT = 256 * 1024,   /* bytes from which on the GIL is released for the whole collective: it takes 0.15 us */
     ROTATE_AT = 8 * 1024,
     ROTATED = 1024 * 1024,     /* of a slot: with those of both parities and the readers, more than a private cache */
     FILL_BYTES = 16 * 1024,    /* a multiple of the size of each dtype's elements */
