@@ -374,6 +374,12 @@ static void set_pieces(
     one->read = read;
 }
 
+static void set_parts(Collective *one, int read, int all)
+{
+    one->read_parts = read;
+    one->all_parts = all;
+}
+
 static void plan_vector_reduction(Collective *one, const Layout *layout, size_t piece, bool flat, bool everywhere)
 {
     const Steps *steps = one->steps;
@@ -399,6 +405,9 @@ static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t 
     one->access = ACCESS_PREFIX;
     one->step_count = cut(one, layout->total, piece, 1);
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
+    /* The first of two ranks has only the identity to write besides, which takes about half as long as to move it. */
+    if (!inclusive && one->steps->size == 2)
+        set_parts(one, 3, 4);
 }
 
 static void plan_block_reduction(Collective *one, const Layout *layout, size_t piece)
@@ -432,8 +441,13 @@ static void plan_gathering(Collective *one, const Layout *layout, size_t piece, 
     one->step_count = cut(one, layout->largest, piece, 1);
     one->outgoing = 1;
     one->moves[steps->size].nbytes = one->source_bytes = layout->blocks[rank];
-    one->writes_outputs = !everywhere;
     one->place = get_offset(layout, rank);
+    one->everywhere = everywhere;
+    /* A root copies its own block too, which takes about half as long as a block of another rank. */
+    if (everywhere)
+        set_parts(one, 0, 1);
+    else
+        set_parts(one, 1, 2 * steps->size);
     if (!everywhere && layout->root != rank)
         return;
     for (int peer = 0; peer < steps->size; peer++) {
@@ -449,7 +463,8 @@ static void plan_bcast(Collective *one, const Layout *layout, size_t piece)
 {
     const Steps *steps = one->steps;
     const bool root = layout->root == steps->rank;
-    one->has_one_source = one->writes_outputs = true;
+    one->has_one_source = true;
+    set_parts(one, steps->size - 1, steps->size);
     set_pieces(one, run_moves, write_moves, read_moves);
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->total, piece, 1);
@@ -470,8 +485,14 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->largest, piece, size);
     one->target_bytes = all ? layout->total : layout->blocks[rank];
+    one->everywhere = all;
     one->has_one_source = !all;
+    if (all)
+        set_parts(one, 0, 1);
+    else
+        set_parts(one, 2 * size - 1, 2 * size); /* see gather */
     one->origin = get_offset(layout, rank);
+    one->place = all ? one->origin : 0;
     for (int peer = 0; peer < size; peer++) {
         if (peer == rank || (!all && peer != layout->root))
             continue;
@@ -520,6 +541,7 @@ static void plan_waits(Collective *one, const char *name, const Layout *layout)
 /* Returns -1 with an exception if there is no such collective. */
 static int plan(Collective *one, const char *name, const Layout *layout, size_t piece, bool flat)
 {
+    set_parts(one, 1, 1);
     one->nbytes = layout->total;
     one->root = layout->root;
     if (layout->expected != NULL && strcmp(name, "alltoall") == 0) {

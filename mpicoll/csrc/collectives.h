@@ -65,10 +65,10 @@ struct Collective {
     bool reads_memory;     /* the ranks may read each other's private memory */
     PathTrials *trials;    /* if they do so only where that is faster; else NULL */
     bool has_one_source;   /* only the root has an input */
-    bool everywhere;       /* all ranks get the result of the vector */
+    bool everywhere;       /* all ranks get the result of the vector, or blocks */
     int root;
-    bool writes_outputs;   /* of bcast and gather: ranks write to private memory of those that would read all */
-    size_t place;          /* of gather: where this rank's block begins in the output of the root */
+    int read_parts, all_parts; /* of a block in private memory, its receiver reads so many; its owner writes the rest */
+    size_t place;          /* where a block of this rank begins in the outputs that it writes to */
     size_t origin;         /* where the data for this rank begins in the inputs of the others */
     size_t access_width;   /* bytes of a piece that is reduced in the arrays of others */
 };
@@ -121,14 +121,20 @@ static inline size_t find_place(const Collective *one, uint32_t step)
  * private caches of the cores that read it last time: a store is slow while it is there. */
 void set_places(Collective *one, size_t used);
 
+/* Whether this rank's own block lies apart in its input and its output. */
+static inline bool is_own_apart(const Collective *one, const char *source, const char *target)
+{
+    const uintptr_t to = (uintptr_t)(target + one->own.to), from = (uintptr_t)(source + one->own.from);
+    return to - from >= one->own.nbytes && from - to >= one->own.nbytes;
+}
+
 /* Copy this rank's own block from its input to its output. */
 static inline void copy_own(const Collective *one, const char *source, char *target)
 {
     const size_t nbytes = one->own.nbytes;
-    const uintptr_t to = (uintptr_t)(target + one->own.to), from = (uintptr_t)(source + one->own.from);
-    if (nbytes == 0 || to == from)
+    if (nbytes == 0 || target + one->own.to == source + one->own.from)
         return;
-    if (to - from >= nbytes && from - to >= nbytes)
+    if (is_own_apart(one, source, target))
         copy_out(one, target + one->own.to, source + one->own.from, nbytes);
     else
         memmove(target + one->own.to, source + one->own.from, nbytes);

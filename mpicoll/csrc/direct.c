@@ -4,6 +4,11 @@
  * that all ranks have mapped, or if it may access private memory (process_vm_readv, process_vm_writev) and no rank
  * forbids that. All ranks draw the same conclusion from the same numbers. An operation ends with a step, after which
  * the arrays belong to their owners again.
+ *
+ * Where each rank sends and receives as much, it writes to the others' outputs, and reads none of their inputs: an input
+ * that was just computed lies in the caches of its owner's core, from which another core reads several times slower, and
+ * the owner reads it anyway for its own output. Where a rank sends to many or receives from many, both sides move a part
+ * of each block, so that they take about the same time.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -270,7 +275,6 @@ static void run_in_segments(const Collective *one, const char *source, char *tar
             if (move->nbytes > 0)
                 copy_out(one, target + move->to, get_source(one, peer) + one->origin, move->nbytes);
         }
-        copy_own(one, source, target);
     } else if (one->everywhere) {
         const size_t low = get_share_offset(one->nbytes, rank, size);
         reduce_in_segments(one, source, target + low, low, get_share_offset(one->nbytes, rank + 1, size));
@@ -469,56 +473,80 @@ static int write_array(const Collective *one, int peer, const char *from, size_t
     return 0;
 }
 
-/* Of bcast, the root writes as much as another rank reads. */
-static int bcast_with_writes(const Collective *one, const char *source, char *target)
+enum {
+    WRITTEN_AT = 8 * 1024,   /* bytes of a block that its owner writes: the call takes as long as to read so many */
+    PIECE_BYTES = 256 * 1024 /* of a block that is written to several outputs, and stays in a private cache */
+};
+
+/* What this rank's input contributes to its own output by a copy, and the identity: done last, while others still
+ * access arrays. */
+static void write_own(const Collective *one, const char *source, char *target)
 {
-    const int rank = one->steps->rank, size = one->steps->size;
-    const size_t read = get_share_offset(one->nbytes, size - 1, size);
-    if (rank != one->root)
-        return read_array(one, one->root, SOURCE, 0, target, read);
-    for (int i = 1; i < size; i++) {
-        if (write_array(one, (rank + i) % size, source + read, read, one->nbytes - read) < 0)
-            return -1;
-    }
-    copy_own(one, source, target);
-    return 0;
+    if (one->access == ACCESS_MOVES)
+        copy_own(one, source, target);
+    else if (one->access == ACCESS_PREFIX && one->operands == 0)
+        fill_identity(one, target, one->nbytes);
+    else if (one->access == ACCESS_PREFIX && one->steps->rank == 0)
+        copy_out(one, target, source, one->nbytes);
 }
 
-static int read_moves(const Collective *one, const char *source, char *target)
+/* Return how many of the first bytes of a block its receiver reads. Its owner writes the rest, if that is worth a call.
+ */
+static size_t get_read_bytes(const Collective *one, size_t nbytes)
+{
+    const size_t read = get_share_offset(nbytes, one->read_parts, one->all_parts);
+    return read > 0 && nbytes - read < WRITTEN_AT ? nbytes : read;
+}
+
+/* Write the part of a block that its receiver does not read, from byte `at` on of that rank's output. */
+static int write_rest(const Collective *one, int peer, const char *block, size_t at, size_t nbytes)
+{
+    const size_t read = get_read_bytes(one, nbytes);
+    return read < nbytes ? write_array(one, peer, block + read, at + read, nbytes - read) : 0;
+}
+
+static int move_blocks(const Collective *one, const char *source, char *target)
 {
     const int rank = one->steps->rank, size = one->steps->size;
     for (int i = 1; i < size; i++) {
         const int peer = (rank + i) % size;
-        const Move *move = &one->moves[peer];
-        if (move->nbytes > 0 && read_array(one, peer, SOURCE, one->origin, target + move->to, move->nbytes) < 0)
+        const Move *in = &one->moves[peer], *out = &one->moves[size + (one->outgoing == size ? peer : 0)];
+        const bool sends = one->has_one_source ? rank == one->root : one->everywhere || peer == one->root;
+        if (sends && one->read_parts < one->all_parts &&
+            write_rest(one, peer, source + out->from, one->place, out->nbytes) < 0)
+            return -1;
+        const size_t read = get_read_bytes(one, in->nbytes);
+        if (read > 0 && read_array(one, peer, SOURCE, one->origin, target + in->to, read) < 0)
             return -1;
     }
-    copy_own(one, source, target);
     return 0;
 }
 
-/* Of gather, each rank but the root writes its block. */
-static int gather_with_writes(const Collective *one, const char *source, char *target)
+/* Write this rank's block to all outputs, its own too. */
+static int write_pieces(const Collective *one, const char *source, char *target)
 {
-    if (one->steps->rank != one->root)
-        return write_array(one, one->root, source, one->place, one->source_bytes);
-    copy_own(one, source, target);
+    const int rank = one->steps->rank, size = one->steps->size;
+    for (size_t start = 0; start < one->own.nbytes; start += PIECE_BYTES) {
+        const size_t nbytes = min_size(PIECE_BYTES, one->own.nbytes - start);
+        for (int i = 1; i < size; i++) {
+            if (write_array(one, (rank + i) % size, source + start, one->place + start, nbytes) < 0)
+                return -1;
+        }
+        copy_out(one, target + one->own.to + start, source + start, nbytes);
+    }
     return 0;
 }
 
 /* A rank that has nothing to reduce of exscan or scan. */
 static int move_prefix(const Collective *one, const char *source, char *target)
 {
-    if (one->operands == 0)
-        fill_identity(one, target, one->nbytes);
-    else if (one->steps->rank > 0)
-        return read_array(one, 0, SOURCE, 0, target, one->nbytes);
-    else
-        copy_out(one, target, source, one->nbytes);
-    return 0;
+    if (one->steps->rank > 0)
+        return read_array(one, 0, SOURCE, 0, target, get_read_bytes(one, one->nbytes));
+    return one->read_parts < one->all_parts ? write_rest(one, 1, source, 0, one->nbytes) : 0;
 }
 
-static int run_in_private_memory(const Collective *one, const char *source, char *target)
+/* `has_own` is set if the own block has been copied too. */
+static int run_in_private_memory(const Collective *one, const char *source, char *target, bool *has_own)
 {
     const int rank = one->steps->rank, size = one->steps->size;
     if (one->access == ACCESS_BLOCK)
@@ -531,23 +559,27 @@ static int run_in_private_memory(const Collective *one, const char *source, char
         return read_and_reduce(one, source, one->has_result ? target + low : NULL, low,
                                get_share_offset(one->nbytes, rank + 1, size));
     }
-    if (!one->writes_outputs)
-        return read_moves(one, source, target);
-    return one->has_one_source ? bcast_with_writes(one, source, target) : gather_with_writes(one, source, target);
+    *has_own = one->everywhere && one->outgoing == 1 && !one->has_one_source && one->own.nbytes > PIECE_BYTES &&
+               is_own_apart(one, source, target);
+    return (*has_own ? write_pieces : move_blocks)(one, source, target);
 }
 
 int run_direct(const Collective *one, const char *source, char *target)
 {
     if (exchange_locations(one) < 0)
         return -1;
+    bool has_own = false;
     if (one->steps->has_segments && lie_in_segments(one))
         run_in_segments(one, source, target);
     else if (!one->reads_memory || !can_all_read(one) || have_outputs_in_inputs(one) ||
              (one->trials != NULL && !prefers_reads(one)))
         return 0;
-    else if (run_in_private_memory(one, source, target) < 0)
+    else if (run_in_private_memory(one, source, target, &has_own) < 0)
         return -1;
-    return sync_ranks(one->steps) < 0 ? -1 : 1;
+    const int status = reach_step(one->steps);
+    if (!has_own)
+        write_own(one, source, target);
+    return complete_reached_step(one->steps, status) < 0 ? -1 : 1;
 }
 
 int read_uneven_blocks(const Collective *one, const char *source, char *target, size_t start, bool copies_own)

@@ -610,8 +610,8 @@ static __attribute__((noinline)) int make_room(Steps *steps)
     return status > 0;
 }
 
-/* End a step. Returns as wait_for_all. */
-static inline int sync_words(Steps *steps, uint32_t signature)
+/* Store the word of the next step. Returns as wait_for_all. */
+static inline int store_next_word(Steps *steps, uint32_t signature)
 {
     if (__builtin_expect(steps->step - steps->seen >= AHEAD, 0)) {
         int status = make_room(steps);
@@ -622,7 +622,14 @@ static inline int sync_words(Steps *steps, uint32_t signature)
     atomic_thread_fence(memory_order_acquire);
     steps->step++;
     store_flag(steps, signature);
-    return wait_for_all(steps, steps->step);
+    return 0;
+}
+
+/* End a step. Returns as wait_for_all. */
+static inline int sync_words(Steps *steps, uint32_t signature)
+{
+    const int status = store_next_word(steps, signature);
+    return status == 0 ? wait_for_all(steps, steps->step) : status;
 }
 
 /* Return true if the ranks have begun different operations, whether or not some have failed. */
@@ -765,6 +772,19 @@ int sync_ranks(Steps *steps)
     const uint32_t signature = next_signature(steps);
     const int status = steps->unusable ? 1 : sync_words(steps, signature);
     return status == 0 ? 0 : end_operation(steps, status, signature);
+}
+
+int reach_step(Steps *steps)
+{
+    const uint32_t signature = next_signature(steps);
+    return steps->unusable ? 1 : store_next_word(steps, signature);
+}
+
+int complete_reached_step(Steps *steps, int status)
+{
+    if (status == 0)
+        status = wait_for_all(steps, steps->step);
+    return status == 0 ? 0 : end_operation(steps, status, 1);
 }
 
 int sync_failed(Steps *steps)

@@ -105,6 +105,11 @@ int64_t *get_posted(const Steps *steps, int rank, int parity);
  * GIL or, after release_gil, without it. */
 int sync_ranks(Steps *steps);
 
+/* The same in two parts. Others may go on as soon as this rank has reached the step; what it does before it completes
+ * the step concerns none of them. `status` is what reach_step has returned. */
+int reach_step(Steps *steps);
+int complete_reached_step(Steps *steps, int status);
+
 /* End a step as sync_ranks, but wait only for the ranks from `first` to before `last`, whose data this rank reads.
  * What it has written lies in a small or ring slot. The words of the other ranks are compared before this rank is
  * AHEAD steps further, at the latest. In an operation whose `call` has a description, which is kept in shared memory;

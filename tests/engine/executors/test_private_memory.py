@@ -38,6 +38,44 @@ def test_both_paths_give_the_same_bits(several: Ranks, collective: str) -> None:
     several(body)
 
 
+@pytest.mark.parametrize("collective", ["bcast", "gather", "scatter", "allgather", "alltoall", "exscan"])
+def test_large_blocks(several: Ranks, collective: str) -> None:
+    """Of which ranks read and write parts, and of allgather several pieces."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        rng = np.random.default_rng(world.rank)
+        whole = collective == "alltoall" or (collective == "scatter" and world.rank == 0)
+        x = rng.integers(0, 256, (world.size if whole else 1) * 600_001).astype(np.uint8)
+        given = x.copy()
+        call = getattr(mpicoll, collective)
+        got, want = (call(x.copy() if collective == "bcast" else x, algorithm=one) for one in ("cma", "shm_pipelined"))
+        np.testing.assert_array_equal(x, given)
+        assert (got is None) is (want is None)
+        if got is not None:
+            np.testing.assert_array_equal(got, want)
+
+    several(body)
+
+
+def test_a_block_that_is_in_its_place() -> None:
+    def body() -> None:
+        from mpicoll._shm import Collective
+
+        world = mpicoll.world()
+        mpicoll.barrier()
+        arena = world._core.arena()
+        assert arena is not None
+        out = np.zeros((world.size, 600_001), np.uint8)
+        out[world.rank] = world.rank + 1
+        counts = (600_001,) * world.size
+        made = Collective(arena, "allgather", "", "", 1, counts, 0, 1 << 17, False, 9, reads=True)
+        made.carry_out(out[world.rank], out)
+        np.testing.assert_array_equal(out, np.broadcast_to(np.arange(1, world.size + 1)[:, None], out.shape))
+
+    mpicoll.run_local(body, 3)
+
+
 def test_ranks_choose_alike() -> None:
     """Rank 0's number of the call counts, and a rank that has forgotten its times has none."""
 
