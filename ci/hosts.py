@@ -9,15 +9,17 @@
     python ci/hosts.py --alone 2 0 bash script.sh
                                     no mpirun: the script runs once, on host 0, and `$ON_HOST h1 COMMAND` on host 1
 
-Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
-namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. TMPDIR is a folder
-of this run too. The exit status is the program's.
+Each host has its own name, address, /dev/shm and System V memory; mpirun (of Open MPI, MPICH or Intel MPI, the one
+beside this Python or in PATH) reaches them without ssh. All of it lives in namespaces of this run alone, and vanishes
+with it, however it ends; several runs may go on at once. TMPDIR is a folder of this run too. The exit status is the
+program's.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,6 +35,7 @@ _HOST = """\
 set -e
 hostname {name}
 mount --bind {names} /etc/hosts
+[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf
 mount -t tmpfs tmpfs /dev/shm
 ip link set lo up
 echo ready
@@ -43,7 +46,7 @@ _AGENT = """\
 #!/bin/sh
 host=$1
 shift
-nsenter --target "$(cat {folder}/$host)" --net --uts --mount --wd="$PWD" sh -c "$*"
+nsenter --target "$(cat {folder}/$host)" --net --uts --ipc --mount --wd="$PWD" sh -c "$*"
 status=$?
 # As with ssh, the end of a program on a host that is cut off is not reported.
 while [ -e {folder}/$host.lost ]; do sleep 0.1; done
@@ -63,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
     parser.add_argument(
-        "--any-interface", action="store_true", help="let Open MPI select the interfaces; else it is told to use eth0"
+        "--any-interface", action="store_true", help="let MPI select the interfaces; else it is told to use eth0"
     )
     parser.add_argument("--alone", action="store_true", help="run the program once, on the first host, without mpirun")
     parser.add_argument("program", nargs=argparse.REMAINDER)
@@ -83,7 +86,9 @@ def _make_host(number: int, folder: Path, rate: str | None, setup: str) -> int:
     name = f"h{number}"
     text = _HOST.format(name=name, names=folder / "hosts")
     holder = subprocess.Popen(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", text], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c", text],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None
     if holder.stdout.readline() != b"ready\n":
@@ -118,6 +123,28 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.02)
 
 
+def _launch(agent: Path, places: dict[str, int], folder: Path, path: str, *, any_interface: bool) -> list[str]:
+    """The launcher in `path`, with its options for so many ranks on each host."""
+    environ = os.environ | {"PATH": path}
+    answer = subprocess.run(["mpirun", "--version"], check=True, env=environ, stdout=subprocess.PIPE, text=True)
+    size = ["-n", str(sum(places.values()))]
+    if not re.search("Open MPI|OpenRTE", answer.stdout):
+        machines = folder / "machines"
+        machines.write_text("".join(f"{name}:{number}\n" for name, number in places.items()))
+        return ["mpirun", "-launcher", "rsh", "-launcher-exec", str(agent), "-f", str(machines), *size]
+    settings = {"plm_ssh_agent": str(agent), "prte_if_include": "10.78.0.0/24"}
+    option = "--prtemca"
+    if re.search(r"\(Open(RTE| MPI)\) 4", answer.stdout):
+        settings = {"plm_rsh_agent": str(agent), "oob_tcp_if_include": "10.78.0.0/24"}
+        option = "--mca"
+    launcher = ["mpirun", *(word for name, value in settings.items() for word in (option, name, value))]
+    launcher += ["--mca", "mpi_yield_when_idle", "1"]
+    if not any_interface:
+        launcher += ["--mca", "btl_tcp_if_include", "10.78.0.0/24"]
+    slots = ",".join(f"{name}:{number}" for name, number in places.items())
+    return [*launcher, "--host", slots, "--map-by", "slot:OVERSUBSCRIBE", *size]
+
+
 def _run(arguments: argparse.Namespace, folder: Path) -> int:
     hosts = [f"h{number}" for number in range(arguments.hosts)]
     lines = ["127.0.0.1 localhost", *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(hosts))]
@@ -134,25 +161,25 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     agent.write_text(_AGENT.format(folder=folder))
     agent.chmod(0o755)
     ranks = arguments.ranks * arguments.hosts if len(arguments.ranks) == 1 else arguments.ranks
-    places = ",".join(f"{name}:{number}" for name, number in zip(hosts, ranks, strict=True))
-    launcher = ["mpirun", "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "10.78.0.0/24"]
-    launcher += ["--mca", "mpi_yield_when_idle", "1"]
-    if not arguments.any_interface:
-        launcher += ["--mca", "btl_tcp_if_include", "10.78.0.0/24"]
-    launcher += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(sum(ranks))]
-    launcher += shlex.split(arguments.mpirun)
-    command = [*([] if arguments.alone else launcher), *arguments.program]
-    environment = 'source "$0" && exec nsenter --target "$1" --net --uts --mount --wd="$PWD" "${@:2}"'
+    places = dict(zip(hosts, ranks, strict=True))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": path, "ON_HOST": str(agent)}
+    launcher = []
+    if not arguments.alone:
+        launcher = _launch(agent, places, folder, path, any_interface=arguments.any_interface)
+        launcher += shlex.split(arguments.mpirun)
+        variables |= {} if arguments.any_interface else {"FI_TCP_IFACE": "eth0", "UCX_NET_DEVICES": "eth0"}
+    command = [*launcher, *arguments.program]
+    environment = 'source "$0" && exec nsenter --target "$1" --net --uts --ipc --mount --wd="$PWD" "${@:2}"'
     setting = str(_ROOT / "ci" / "env.sh")
     # Open MPI names its session folders by the ids of processes, which in a namespace of their own are the same in
     # each run: a folder that an earlier run has left behind would stop this one.
     temporary = folder / "tmp"
     temporary.mkdir()
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", environment, setting, str(first), *command],
         check=False,
-        env=os.environ | {"PATH": path, "TMPDIR": str(temporary), "ON_HOST": str(agent)},
+        env=os.environ | variables | {"TMPDIR": str(temporary)},
     ).returncode
 
 

@@ -6,14 +6,15 @@
 #     mpich4     MPICH 4, Debian's packages mpich and libmpich12
 #     impi       Intel MPI, the wheel impi-rt
 # Without arguments: all. Each but the first gets an environment .venv-mpi-NAME, which contains the MPI library or
-# Debian's launcher, and takes everything else from .venv. The last lines are a table in Markdown, which is appended to
-# $GITHUB_STEP_SUMMARY too. RANKS names the numbers of ranks (default: "3 2"), VENV another environment than .venv.
+# Debian's launcher, and takes everything else from .venv. As root, a job on two hosts of ci/hosts.py follows. The last
+# lines are a table in Markdown, which is appended to $GITHUB_STEP_SUMMARY too. RANKS names the numbers of ranks
+# (default: "3 2"), VENV another environment than .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 [[ $# -gt 0 ]] || set -- openmpi5 openmpi4 mpich5 mpich4 impi
 for name in "$@"; do
-    [[ $name =~ ^(openmpi5|openmpi4|mpich5|mpich4|impi)$ ]] || { sed -n '2,10s/^# //p' "$0" >&2; exit 2; }
+    [[ $name =~ ^(openmpi5|openmpi4|mpich5|mpich4|impi)$ ]] || { sed -n '2,11s/^# //p' "$0" >&2; exit 2; }
 done
 
 if [[ -n ${VENV:-} ]]; then
@@ -116,6 +117,13 @@ print(re.match(r"(.*?\d+(\.\d+)+)", " ".join(MPI.Get_library_version().replace("
             rows+=("$name:$version:$np:$part:$results/$stage_name.xml")
         done
     done
+    if [[ $(id -u) -eq 0 && -n $(type -P ip) ]]; then
+        result=passed
+        check "$name-hosts" 100 env "${settings[@]}" "$env/bin/python" ci/hosts.py 2 2,1 \
+            "$env/bin/python" tests/support/cluster.py nodes,parameters 2,1
+        [[ " ${broken[*]} " != *" $name-hosts "* ]] || result=failed
+        rows+=("$name:$version:3:two hosts:$result")
+    fi
 done
 
 printf '\n'
