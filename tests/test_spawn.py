@@ -431,3 +431,25 @@ def test_the_launcher_has_a_status_where_the_program_ignores_sigchld(tmp_path: P
     )
     command = [sys.executable, "-c", program, sys.executable, "-I", "-S", str(guard), *arguments]
     assert subprocess.run(command, timeout=60, check=False).returncode == 3
+
+
+def test_a_launcher_that_is_a_script_passes_on_neither_signals_nor_its_path(tmp_path: Path) -> None:
+    """As Intel MPI's mpirun, beside which its mpiexec.hydra is, while PATH has that of another MPI."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    scripts = {
+        own / "mpirun": "mpiexec.hydra",
+        own / "mpiexec.hydra": "trap 'echo ended; exit 9' TERM\necho started\nwhile :; do sleep 0.05; done",
+        other / "mpiexec.hydra": "echo wrong",
+    }
+    for path, text in scripts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\nexit 0\n")
+        path.chmod(0o755)
+    command = [*launcher.guard_command(20.0, str(tmp_path / "none")), str(own / "mpirun")]
+    environ = os.environ | {"PATH": f"{other}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.terminate()
+        assert process.communicate(timeout=15)[0] == "ended\n"
+        assert process.returncode == 128 + signal.SIGTERM

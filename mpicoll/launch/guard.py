@@ -25,7 +25,7 @@ def main() -> int:
     # Where the parent ignores SIGCHLD, the kernel would reap the launcher, and its status would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, signal.SIGCHLD})
-    job = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
+    job = os.posix_spawn(command[0], command, _make_environment(Path(command[0])), setsigmask=[])
     kill_at: float | None = None
     status: int | None = None
     while status is None:
@@ -39,10 +39,26 @@ def main() -> int:
         elif kill_at is not None and time.monotonic() > kill_at:
             os.kill(job, signal.SIGKILL)
         status = _reap(job)
+    if kill_at is not None:
+        # Intel MPI's mpirun is a script, which ends without a word to the launcher that it has started.
+        for pid in _children():
+            with suppress(OSError):  # it has ended, or runs as another user
+                os.kill(pid, signal.SIGTERM)
     _end_leftovers(time.monotonic() + grace)
     if os.getppid() != parent:
         shutil.rmtree(directory, ignore_errors=True)
     return status
+
+
+def _make_environment(program: Path) -> dict[str, str]:
+    """Return the environment of the launcher.
+
+    Intel MPI's mpirun is a script that runs the first mpiexec.hydra in PATH, which may be that of another MPI.
+    """
+    with suppress(OSError), program.open("rb") as file:
+        if file.read(2) == b"#!" and program.with_name("mpiexec.hydra").exists():
+            return {**os.environ, "PATH": os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])}
+    return dict(os.environ)
 
 
 def _reap(job: int) -> int | None:

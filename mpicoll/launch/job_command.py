@@ -51,7 +51,9 @@ class LauncherFamily(NamedTuple):
 
 _FAMILIES = (
     LauncherFamily("Open MPI 5", r"Open MPI v?([5-9]\.\d+)", r"\(Open MPI\) ([5-9]\.\d+)", ("--output", "rank"), "-x"),
-    LauncherFamily("Open MPI 4", r"Open MPI v?([1-4]\.\d+)", r"\(Open MPI\) ([1-4]\.\d+)", ("--tag-output",), "-x"),
+    LauncherFamily(
+        "Open MPI 4", r"Open MPI v?([1-4]\.\d+)", r"\(Open(?: MPI|RTE)\) ([1-4]\.\d+)", ("--tag-output",), "-x"
+    ),
     LauncherFamily(
         "Intel MPI", r"Intel\(R\) MPI Library ([\d.]+)", r"Intel\(R\) MPI Library.* ([\d.]+) Build", ("-l",)
     ),

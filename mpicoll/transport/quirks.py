@@ -117,12 +117,24 @@ ENDED_LAUNCHER = Quirk(
     "the report of what they waited for is written to the launcher's stderr, if the lowest rank is on its host",
 )
 
+SCRIPT_LAUNCHER = Quirk(
+    "SIGTERM to mpirun",
+    "Intel MPI",
+    r"Intel\(R\) MPI",
+    "mpirun is a script, which ends at SIGTERM without the ranks that its mpiexec.hydra has started, and runs the"
+    " mpiexec.hydra that is first in PATH, also that of another MPI (seen with 2021.19)",
+    "`mpicoll run` and mpicoll.spawn end the ranks, which report what they wait for, and put the directory of mpirun"
+    " first in PATH; without them, start `mpiexec.hydra` instead of `mpirun`",
+)
+
 FILE_ERRORS = Quirk(
-    "errors of collective writing to files",
+    "errors of writing to files",
     "Open MPI",
     "Open MPI",
-    "MPI_File_write_at_all succeeds on all ranks if the file system is full (seen with Open MPI 5.0.11)",
-    "collective calls of mpicoll.File use the functions of MPI that each rank calls for itself, and compare results",
+    "MPI_File_write_at_all succeeds on all ranks if the file system is full (seen with Open MPI 5.0.11), and before"
+    " Open MPI 5 MPI_File_write_at does too (seen with 4.1.4)",
+    "collective calls of mpicoll.File use the functions of MPI that each rank calls for itself, compare the numbers of"
+    " bytes that these have written, and compare the results of all ranks",
 )
 
 SLOTS = Quirk(
@@ -145,6 +157,7 @@ QUIRKS = (
     FAILURES,
     SURVIVORS,
     ENDED_LAUNCHER,
+    SCRIPT_LAUNCHER,
     SLOTS,
 )
 """All quirks, those that lead to wrong results first."""

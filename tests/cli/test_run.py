@@ -94,6 +94,17 @@ def test_the_launcher_is_that_of_the_library(
     assert make_job_command({}, ["prog"], 3, tag=False).words == [launchers[library], "-np", "3", "prog"]
 
 
+def test_debian_calls_open_mpi_by_another_name(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mpirun is that of MPICH, mpirun.openmpi is left, which prints the name under which it was called."""
+    path = Path(launchers[OPEN_MPI_4])
+    path.write_text(path.read_text().replace("mpirun (Open MPI)", "mpirun.openmpi (OpenRTE)"))
+    monkeypatch.setattr(launcher, "find_library", lambda: MpiLibrary(OPEN_MPI_4, "/lib/libmpi.so.40", "4.1"))
+    found, family = find_matching_launcher()
+    assert found == str(path)
+    assert family is not None
+    assert family.name == "Open MPI 4"
+
+
 def test_no_launcher_of_the_library(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         launcher, "find_library", lambda: MpiLibrary("Open MPI v5.1.0, package", "/lib/libmpi.so", "4.1")
