@@ -68,8 +68,12 @@ class MpiFile:
             for begin in range(0, nbytes, _CHUNK):
                 part = memory[at : at + min(_CHUNK, nbytes - begin)]
                 at += part.size
+                status = MPI.Status()
                 with _translation():
-                    method(offset + begin, [part, part.size, MPI.BYTE])
+                    method(offset + begin, [part, part.size, MPI.BYTE], status)
+                count = status.Get_count(MPI.BYTE)
+                if name == "Write_at" and count < part.size:
+                    raise OSError(errno.EIO, f"MPI has written {count} of {part.size} bytes, and reports no error")
 
     def _transfer_together(
         self, name: str, block: FileBlock, memory: Memory, error: Exception | None, chunks: int, *, strided: bool
