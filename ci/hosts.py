@@ -131,7 +131,10 @@ def _launch(agent: Path, places: dict[str, int], folder: Path, path: str, *, any
     if not re.search("Open MPI|OpenRTE", answer.stdout):
         machines = folder / "machines"
         machines.write_text("".join(f"{name}:{number}\n" for name, number in places.items()))
-        return ["mpirun", "-launcher", "rsh", "-launcher-exec", str(agent), "-f", str(machines), *size]
+        program = (
+            "mpiexec.hydra" if "Intel" in answer.stdout else "mpirun"
+        )  # a script there, which passes on no signals
+        return [program, "-launcher", "rsh", "-launcher-exec", str(agent), "-f", str(machines), *size]
     settings = {"plm_ssh_agent": str(agent), "prte_if_include": "10.78.0.0/24"}
     option = "--prtemca"
     if re.search(r"\(Open(RTE| MPI)\) 4", answer.stdout):

@@ -137,6 +137,24 @@ FILE_ERRORS = Quirk(
     " bytes that these have written, and compare the results of all ranks",
 )
 
+FILE_VIEWS = Quirk(
+    "views of files",
+    "MPICH 4.0",
+    r"MPICH Version: 4\.0\b",
+    'a file view of a subarray ends the job with "Out of memory in file adio/common/flatten.c" (seen with 4.0.2, not'
+    " with 5.0.2)",
+    "collective calls of mpicoll.File use the functions of MPI that each rank calls for itself",
+)
+
+FILE_LOCKS = Quirk(
+    "locks of files",
+    "Intel MPI",
+    r"Intel\(R\) MPI",
+    "MPI_File_write_at that fails leaves its bytes of the file locked, and another rank that writes there waits for"
+    " ever (seen with 2021.19)",
+    "the locks are released after an error",
+)
+
 SLOTS = Quirk(
     "root and oversubscription",
     "Open MPI",
@@ -150,6 +168,8 @@ QUIRKS = (
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,
     FILE_ERRORS,
+    FILE_VIEWS,
+    FILE_LOCKS,
     TRUNCATED_SIZES,
     SELF_PROGRESS,
     BUFFERED_SENDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 
@@ -37,7 +37,10 @@ class MpiFile:
         with _translation():
             # Relative paths could begin with what MPICH takes for the name of a file system, such as "ufs:".
             self._file = MPI.File.Open(comm, os.path.abspath(path), amode)  # noqa: PTH100
-        self._loses_errors = quirks.FILE_ERRORS.applies_to(MPI.Get_library_version())
+        version = MPI.Get_library_version()
+        self._path = path
+        self._calls_together = not (quirks.FILE_ERRORS.applies_to(version) or quirks.FILE_VIEWS.applies_to(version))
+        self._keeps_locks = quirks.FILE_LOCKS.applies_to(version)
 
     def read(self, block: FileBlock, memory: Memory, *, together: bool) -> None:
         # Statuses are no help: after a collective read some libraries report all bytes in any case.
@@ -55,7 +58,7 @@ class MpiFile:
         it."""
         if error is not None:
             memory = memory[:0]
-        if together and not self._loses_errors:
+        if together and self._calls_together:
             needs = -(-memory.size // _CHUNK), not block.is_contiguous, max(block.sizes, default=0) > _MAX_EXTENT
             chunks, strided, huge = (max(column) for column in zip(*self._comm.allgather(needs), strict=True))
             if not (strided and huge):
@@ -69,8 +72,12 @@ class MpiFile:
                 part = memory[at : at + min(_CHUNK, nbytes - begin)]
                 at += part.size
                 status = MPI.Status()
-                with _translation():
-                    method(offset + begin, [part, part.size, MPI.BYTE], status)
+                try:
+                    with _translation():
+                        method(offset + begin, [part, part.size, MPI.BYTE], status)
+                except OSError:
+                    self._unlock()
+                    raise
                 count = status.Get_count(MPI.BYTE)
                 if name == "Write_at" and count < part.size:
                     raise OSError(errno.EIO, f"MPI has written {count} of {part.size} bytes, and reports no error")
@@ -89,11 +96,18 @@ class MpiFile:
                 with _translation():
                     method(begin + at if part.size else 0, [part, part.size, MPI.BYTE])
             except OSError as failure:
+                self._unlock()
                 error = error or failure
         if strided:
             self._file.Set_view(0, MPI.BYTE, MPI.BYTE)
         if error is not None:
             raise error
+
+    def _unlock(self) -> None:
+        """Release the locks that MPI has left behind."""
+        if self._keeps_locks:
+            with suppress(OSError):
+                os.close(os.open(self._path, os.O_RDONLY))  # closing a file drops all locks of this process on it
 
     def _set_view(self, block: FileBlock | None) -> None:
         """Let offsets count the bytes of `block` only; None is a block without bytes. Collective."""
