@@ -5,8 +5,9 @@
 
 The ranks are control networks of this process, polled by two threads, of which one is that of rank 0: the hub of a
 star, the root of a tree. For each number of ranks it prints the processor seconds of that thread until all ranks are
-connected and it has a message of each, and until all know of a death; and of the addresses that each rank receives of
-all ranks the bytes on the wire, the bytes of memory and the seconds to read them, and the bytes that it keeps of them.
+connected and it has a message of each, until all know of a death, and until all have left, which they do at once, with
+those of all ranks; and of the addresses that each rank receives of all ranks the bytes on the wire, the bytes of memory
+and the seconds to read them, and the bytes that it keeps of them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ LIMIT = 100.0
 
 _PER_HOST = 64
 """Ranks of a host, in the measurement of addresses."""
+
+_FAREWELL = 300
+"""Bytes of a farewell, more or less, as it has the last operations of a rank."""
 
 _DESCRIPTORS = 8
 """Descriptors of one rank, and more."""
@@ -79,11 +83,37 @@ class Hub:
         self._thread.join()
 
 
-def measure_network(ranks: int, shape: str) -> tuple[float, float, dict[str, Any]]:
-    """Return the hub's processor seconds until all are connected, those of a death's notice, and an address."""
+def measure_end(hub: Hub, networks: list[ControlNetwork]) -> tuple[float, float]:
+    """Let all ranks leave at once; return the processor seconds of the hub's thread, and those of all."""
+    body = {"kind": "left", "calls": "x" * _FAREWELL}
+    before, begin, until = hub.seconds, time.process_time(), time.monotonic() + LIMIT
+    for one in networks:
+        one.leave(body, timeout=0)
+    left: set[ControlNetwork] = set()
+    while len(left) < len(networks):
+        if time.monotonic() > until:
+            raise SystemExit(f"{len(networks) - len(left)} of {len(networks)} ranks have not left after {LIMIT:g} s")
+        for one in networks:
+            if one in left:
+                continue
+            if one is not networks[0]:
+                one.poll(0)
+            if one.flush(0):
+                if one is networks[0]:
+                    hub.end()
+                one.close()
+                left.add(one)
+    return hub.seconds - before, time.process_time() - begin
+
+
+def measure_network(ranks: int, shape: str) -> tuple[list[float], dict[str, Any]]:
+    """Return the hub's processor seconds until all are connected, those of a death's notice and those of the end, the
+    ones of the end of all ranks, and an address."""
     allow_descriptors(_DESCRIPTORS * ranks)
     # A probe reads the table of all sockets of its host: here of those of all ranks.
     timing.PROBE_AFTER = LIMIT
+    # All other ranks share one thread, so that each leaves later than with a core of its own.
+    timing.LINGER = timing.LINGER_AT_MOST = LIMIT
     networks = [ControlNetwork(rank, ranks, bytes(16), listen_at=["127.0.0.1"], shape=shape) for rank in range(ranks)]
     addresses = [one.address for one in networks]
     for one in networks:
@@ -108,7 +138,8 @@ def measure_network(ranks: int, shape: str) -> tuple[float, float, dict[str, Any
             told = {one for one in networks[1:-1] if any(isinstance(event, PeerExit) for event in one.poll(0))}
             waiting = [one for one in waiting if one not in told]
         time.sleep(0.1)
-        return connected, hub.seconds - connected, addresses[0]
+        died = hub.seconds - connected
+        return [connected, died, *measure_end(hub, networks[:-1])], addresses[0]
     finally:
         hub.end()
         for one in networks:
@@ -122,11 +153,12 @@ def main() -> None:
     parser.add_argument("--shapes", default="star", help="shapes of the control network, such as star,tree/32 (star)")
     arguments = parser.parse_args()
     for ranks, shape in product(map(int, arguments.ranks.split(",")), arguments.shapes.split(",")):
-        connected, died, address = measure_network(ranks, shape)
+        (connected, died, left, all_left), address = measure_network(ranks, shape)
         print(
             f"{ranks:6d} ranks, {shape:7s}  rank 0:"
             f" connected {connected * 1e3:.1f} ms ({connected / ranks * 1e6:.0f} us a rank),"
-            f" a death {died * 1e3:.1f} ms ({died / ranks * 1e6:.0f} us a rank);"
+            f" a death {died * 1e3:.1f} ms ({died / ranks * 1e6:.0f} us a rank),"
+            f" the end {left * 1e3:.1f} ms, of all ranks {all_left:.2f} s ({all_left / ranks * 1e6:.0f} us a rank);"
             f" addresses: {measure_addresses(ranks, address)}",
             flush=True,
         )

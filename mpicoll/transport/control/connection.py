@@ -37,9 +37,9 @@ _MAGIC = b"\0mpicoll"
 _FATAL = b"Fatal Python error"
 
 CHALLENGE, HELLO, WELCOME, JOINED, REJECTED = b"C", b"H", b"W", b"J", b"R"
-MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK = b"M", b"L", b"B", b"G", b"T", b"A"
+MESSAGE, FAREWELL, FAREWELLS, FORWARDED, EXITED, REPORTED, ACK = b"M", b"L", b"F", b"B", b"G", b"T", b"A"
 _UNTAGGED = {CHALLENGE, HELLO}
-_KINDS = {CHALLENGE, HELLO, WELCOME, JOINED, REJECTED, MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK}
+_KINDS = {CHALLENGE, HELLO, WELCOME, JOINED, REJECTED, MESSAGE, FAREWELL, FAREWELLS, FORWARDED, EXITED, REPORTED, ACK}
 
 ALL = -1
 """The destination of a message to all other ranks."""
@@ -82,6 +82,7 @@ class Connection:
         self.connecting = False
         self.has_reported = False  # the peer has reported all exits that it had seen when the connection was made
         self.has_reported_all = False  # and those that all other ranks had seen
+        self.known_exits: list[tuple[int, int]] = []  # ranges of ranks whose exits the peer has known before
         self.deferred: list[Packet] = []  # while it waits to be that of a client
         self.nonce = os.urandom(16).hex()
         self.error: int | None = None

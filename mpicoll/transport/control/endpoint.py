@@ -18,6 +18,7 @@ from mpicoll.transport.control.connection import (
     CHALLENGE,
     EXITED,
     FAREWELL,
+    FAREWELLS,
     FORWARDED,
     HELLO,
     JOINED,
@@ -33,7 +34,7 @@ from mpicoll.transport.control.connection import (
 from mpicoll.transport.control.crash_descriptor import CrashDescriptor
 from mpicoll.transport.control.dialer import Dialer
 from mpicoll.transport.control.events import Event, Message, PeerExit
-from mpicoll.transport.control.farewells import Farewells
+from mpicoll.transport.control.farewells import Farewells, read_farewells
 from mpicoll.transport.control.handshake import Handshake
 from mpicoll.transport.control.links import Links
 from mpicoll.transport.control.listener import Listener
@@ -50,6 +51,9 @@ from mpicoll.wording import rank_list
 
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
+
+_FEW_CLIENTS = 16
+"""A hub of no more clients forwards farewells without a delay."""
 
 _MAX_STRANGERS = 64
 """Accepted connections without a proof, beyond one for each rank. Each takes a descriptor of the program."""
@@ -93,6 +97,9 @@ class Endpoint:
         self._waiting: dict[Connection, None] = {}  # of ranks that can't be clients yet
         self._owes_report = False  # the hub is to know when all children have reported
         self._to_tell: dict[Connection, None] = {}  # clients to be told when all ranks have reported
+        self._resign_at = float("inf")  # while this rank leaves, but is still a hub
+        self._resign_by = float("inf")
+        self._forward_at = float("inf")  # the farewells that have arrived
         self._log_missing_at = float("inf")
         self._check_silence_at = float("inf")
 
@@ -117,6 +124,8 @@ class Endpoint:
 
     def transmit(self) -> None:
         """Queue the packets of the outbox, and hand the kernel as much as it accepts."""
+        if self.outbox or self._forward_at <= self._now() or self.members.is_alone:
+            self._forward_farewells()
         while self.outbox:
             packet = self.outbox.popleft()
             if packet[0] == FAREWELL:
@@ -133,12 +142,15 @@ class Endpoint:
             roles = ("client", "hub") if self.members.is_tree else ("client",)
             self.farewells.confirm([one for one in self._links.unwritten if one.role in roles])
             self._links.write()
+        if self._resign_at != float("inf") and (self._has_left_nobody() or self._resign_at <= self._now()):
+            self._stop_lingering()
+            self._links.write()
 
     def _may_confirm_farewells(self) -> bool:
         """Return True if a farewell that has been sent on all connections is safe."""
         members = self.members
         if not members.is_tree:
-            return not (self._missing and members.is_hub and not members.leaving)
+            return not (self._missing and members.is_hub and not members.resigned)
         if not members.resigned and (self._missing or not members.leads):
             return False
         return members.is_hub or self._links.hub is not None
@@ -150,7 +162,7 @@ class Endpoint:
     def is_delivered(self) -> bool:
         """Return True if everything that was sent is in the kernels of the next hops, so that this process may end."""
         if self.members.is_alone:
-            return True
+            return not self.members.leaving or self._links.is_delivered()
         if self.members.leaving:
             return self.farewells.is_certain and self._links.is_delivered()
         if self.outbox or self._links.has_waiting_packets():
@@ -158,16 +170,40 @@ class Endpoint:
         return self._links.is_delivered()
 
     def _leave(self, farewell: Packet) -> None:
-        """Send the farewell to the hub, or as the hub to its clients.
+        """Send the farewell to the hub.
+
+        A hub waits for the farewells of its clients: at the end of a program all ranks leave within a moment, and if
+        each of them in turn became the hub, all others would connect to each of them.
+        """
+        self.members.leaving = True
+        if self.members.leads:
+            self._resign_by = self._now() + timing.LINGER_AT_MOST
+            self._resign_at = self._now() + timing.LINGER
+        elif self.members.hub >= 0:
+            self._resign(farewell)
+
+    def _has_left_nobody(self) -> bool:
+        """Return True if all clients of this hub have left, or died, and need nothing of it any more."""
+        members = self.members
+        is_last = members.is_alone
+        if not is_last and members.is_tree and not members.is_hub:
+            is_last = all(one == self.rank or one in members.exits for one in members.group_of(self.rank))
+        return is_last and self.farewells.are_confirmed
+
+    def _stop_lingering(self) -> None:
+        """Send the farewell of this hub.
 
         The leader of a group sends it to the root first, and to its group when the root has received it. Then no packet
         comes to the group through this rank any more, and all that have come are on their way before the farewell.
         """
-        self.members.leaving = True
-        if self.members.is_tree and self.members.leads and not self.members.is_hub:
-            if self._links.hub is not None:
-                self._links.hub.enqueue([farewell])
-        elif self.members.hub >= 0:
+        self._resign_at = float("inf")
+        self._forward_farewells()
+        farewell, hub = self.farewells.own, self._links.hub
+        assert farewell is not None
+        if not self.members.is_hub:
+            if hub is not None:
+                hub.enqueue([farewell])
+        elif not self.members.resigned:
             self._resign(farewell)
 
     def _resign(self, farewell: Packet) -> None:
@@ -178,8 +214,11 @@ class Endpoint:
         leave as well, and each then sends the other its farewell; the higher one continues.
         """
         self.members.resigned = True
+        self._resign_at = float("inf")
+        self._forward_farewells()
         for one in self._links.established():
-            one.enqueue([farewell])
+            if not self.farewells.needs_nothing(one):
+                one.enqueue([farewell])
         self.farewells.reached_higher_rank = any(
             rank > self.rank and rank not in self.members.exits for rank in self._links.clients
         )
@@ -196,7 +235,7 @@ class Endpoint:
             self._check_silence_at = self._now() + timing.SILENCE_CHECK_INTERVAL
         times = [self._log_missing_at, self._check_silence_at, self.listener.next_time, self._dialer.next_time]
         times += [self.members.expiry(one) for one in self.members.suspects.values()]
-        times.append(self._links.deadlines.next_time)
+        times += [self._links.deadlines.next_time, self._resign_at, self._forward_at]
         return min(times)
 
     def act_on_time(self) -> None:
@@ -409,10 +448,10 @@ class Endpoint:
             self._suspect(self._addresses.exit_of(one.rank, outcome), certain=False)
         elif one.role == "hub" and established:
             self._handle_hub_end(one, why)
-        elif one.role == "client" and established and one.rank not in self.members.exits and not self.members.leaving:
+        elif one.role == "client" and established and one.rank not in self.members.exits and not self.members.resigned:
             if not self.members.is_in_group(one.rank):
                 for packet in one.queue:
-                    if packet[0] in (MESSAGE, EXITED, FAREWELL):
+                    if packet[0] in (MESSAGE, EXITED, FAREWELL, FAREWELLS):
                         self._links.send_to_client(one.rank, packet)  # which the next leader of its group will be sent
             self._declare(self._addresses.exit_of(one.rank, why, one.crash_text()))
             for rank in self._on_lost_host(one.rank, why):
@@ -448,8 +487,13 @@ class Endpoint:
             self._suspect(self._addresses.exit_of(one.rank, why, one.crash_text()), certain=one.has_reported)
 
     def _redirect_crash_output(self) -> None:
-        """Let the crash descriptor refer to the hub, or on the hub to the rank that would be the next hub."""
-        if self._crash_descriptor is not None:
+        """Let the crash descriptor refer to the hub, or on the hub to the rank that would be the next hub.
+
+        When this rank leaves, no other one needs to know how it ends.
+        """
+        if self._crash_descriptor is not None and self.members.leaving:
+            self._crash_descriptor.use_stderr()
+        elif self._crash_descriptor is not None:
             clients = self._links.clients
             lowest = min((rank for rank in clients if rank not in self.members.exits), default=None)
             self._crash_descriptor.redirect(self._links.hub or (None if lowest is None else clients[lowest]))
@@ -477,12 +521,18 @@ class Endpoint:
         self._update_leader(gone.rank, leader)
         self._links.take_for_client(gone.rank)
         self._dialer.stop_probing(gone.rank)
-        report = self._report_of(gone)
-        for one in self._links.established():
-            if one is not reporter and one.rank != gone.rank:
-                one.enqueue([report])
-        for rank in self._missing if self.members.is_tree else ():
-            self._links.send_to_client(rank, report)  # before the messages that other ranks send when they know of it
+        if reporter is not None and gone.rank in self.farewells.received:
+            if not self.farewells.unsent:
+                self._forward_at = self._now() + self._forwarding_delay()
+            self.farewells.unsent[gone.rank] = reporter
+        else:
+            [report] = self._reports_of([gone])
+            for one in self._receivers_of_exits():
+                if one is not reporter and one.rank != gone.rank:
+                    one.enqueue([report])
+            # Before the messages that other ranks send when they know of it.
+            for rank in self._missing if self.members.is_tree else ():
+                self._links.send_to_client(rank, report)
         if gone.why != "left" and gone.rank in self._links.clients:
             self._drop(self._links.clients[gone.rank])
         elif self._crash_descriptor is not None and self._crash_descriptor.rank == gone.rank:
@@ -493,18 +543,38 @@ class Endpoint:
             self._handle_hub_end(hub, gone.why)
         self._elect()
 
-    def _report_of(self, gone: PeerExit) -> Packet:
-        """Return the packet that reports an exit to other ranks: the farewell if there was one."""
-        if gone.rank in self.farewells.received:
-            return self.farewells.received[gone.rank]
-        content = {
-            "rank": gone.rank,
-            "why": gone.why,
-            "crash_output": gone.crash_output,
-            "pid": gone.pid,
-            "host": gone.host,
-        }
-        return EXITED, self.rank, -1, encode(content)
+    def _forwarding_delay(self) -> float:
+        clients = len(self._links.clients)
+        return min(timing.FORWARD_AFTER * clients, timing.FORWARD_WITHIN) if clients > _FEW_CLIENTS else 0.0
+
+    def _forward_farewells(self) -> None:
+        """Forward the farewells that have arrived."""
+        self._forward_at = float("inf")
+        unsent = self.farewells.unsent
+        if not unsent:
+            return
+        self.farewells.unsent = {}
+        packets = self.farewells.make_packets(unsent)
+        reporters = set(unsent.values())
+        for one in self._receivers_of_exits():
+            if one not in reporters:
+                one.enqueue(packets)
+            else:
+                one.enqueue(self.farewells.make_packets(rank for rank, source in unsent.items() if source is not one))
+        for rank in self._missing if self.members.is_tree else ():
+            for packet in packets:
+                self._links.send_to_client(rank, packet)
+
+    def _receivers_of_exits(self) -> list[Connection]:
+        """Return the connections on which exits are reported: clients that have left need no reports."""
+        received = self.farewells.received
+        return [one for one in self._links.established() if one.role != "client" or one.rank not in received]
+
+    def _reports_of(self, exits: Sequence[PeerExit]) -> list[Packet]:
+        """Return the packets that report exits to other ranks: the farewells where there were some."""
+        left = [gone.rank for gone in exits if gone.rank in self.farewells.received]
+        died = [gone for gone in exits if gone.rank not in self.farewells.received]
+        return [*self.farewells.make_packets(left), *((EXITED, self.rank, ALL, encode(one._asdict())) for one in died)]
 
     def _elect(self) -> None:
         """Determine the hub. If it is another one, connect to it, or take over as the hub."""
@@ -556,34 +626,48 @@ class Endpoint:
         if not isinstance(content, dict):
             raise ProtocolViolation("the payload is not a JSON object")
         try:
-            steps: dict[tuple[str, bytes], Callable[[], None]] = {
-                ("stranger", HELLO): lambda: self._welcome(one, content),
-                ("stranger", JOINED): lambda: self._join(one),
-                ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
-                ("attempt", WELCOME): lambda: self._add_hub(one),
-                ("attempt", REJECTED): lambda: self._handle_rejection(one),
-                ("probe", CHALLENGE): lambda: self._handshake.answer(one, content),
-                ("probe", WELCOME): lambda: self._confirm_probe(one),
-                ("probe", REJECTED): lambda: self._confirm_probe(one),
-            }
-            if one.role not in ("client", "hub"):
-                steps[one.role, kind]()
-            elif kind == EXITED:
-                self._handle_report(one, PeerExit(**content))
-            elif kind == FORWARDED and content.get("received") is not True:
-                self.farewells.is_forwarded = True
-            elif kind == FORWARDED:
-                if self.farewells.own is not None and not self.members.resigned:
-                    self._resign(self.farewells.own)
-            elif kind == REPORTED:
-                self._handle_reported(one, content)
-            elif kind in (MESSAGE, FAREWELL):
-                self._deliver(one, packet, content)
+            if one.role in ("client", "hub"):
+                self._handle_established(one, packet, content)
+            else:
+                self._handle_handshake(one, kind, content)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ProtocolViolation(f"{kind!r}: {error!r}") from error
 
+    def _handle_handshake(self, one: Connection, kind: bytes, content: dict[str, Any]) -> None:
+        steps: dict[tuple[str, bytes], Callable[[], None]] = {
+            ("stranger", HELLO): lambda: self._welcome(one, content),
+            ("stranger", JOINED): lambda: self._join(one, content),
+            ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
+            ("attempt", WELCOME): lambda: self._add_hub(one, content),
+            ("attempt", REJECTED): lambda: self._handle_rejection(one),
+            ("probe", CHALLENGE): lambda: self._handshake.answer(one, content),
+            ("probe", WELCOME): lambda: self._confirm_probe(one),
+            ("probe", REJECTED): lambda: self._confirm_probe(one),
+        }
+        steps[one.role, kind]()
+
+    def _handle_established(self, one: Connection, packet: Packet, content: dict[str, Any]) -> None:
+        kind = packet[0]
+        if kind == EXITED:
+            self._handle_report(one, PeerExit(**content))
+        elif kind == FORWARDED and content.get("received") is not True:
+            self.farewells.is_forwarded = True
+        elif kind == FORWARDED:
+            if self.farewells.own is not None and not self.members.resigned:
+                self._resign(self.farewells.own)
+        elif kind == REPORTED:
+            self._handle_reported(one, content)
+        elif kind == FAREWELLS:
+            for farewell, body in read_farewells(content, self.size):
+                self._deliver(one, farewell, body)
+                if one.sock.fileno() < 0:
+                    return
+        elif kind in (MESSAGE, FAREWELL):
+            self._deliver(one, packet, content)
+
     def _welcome(self, one: Connection, content: dict[str, Any]) -> None:
-        self._handshake.welcome(one, content, self.members.has_died)
+        greeting = {"exits": self.members.list_ranges()}
+        self._handshake.welcome(one, content, self.members.has_died, greeting)
         self._links.deadlines.remove(one)
 
     def _answer_challenge(self, one: Connection, content: dict[str, Any]) -> None:
@@ -591,13 +675,14 @@ class Endpoint:
         for other in self._drop_other_attempts(one):
             self._dialer.retry(other, self._now())
 
-    def _add_hub(self, one: Connection) -> None:
+    def _add_hub(self, one: Connection, content: dict[str, Any]) -> None:
+        one.known_exits = _read_ranges(content)
         self._drop_other_attempts(one)
         self._dialer.stop_seeking()
         self._links.add_hub(one)
         # From now on the other side takes the end of this connection for the end of this process.
-        one.enqueue([(JOINED, self.rank, one.rank, b"{}")])
-        one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
+        one.enqueue([(JOINED, self.rank, one.rank, encode({"exits": self.members.list_ranges()}))])
+        one.enqueue(self._reports_of(self.members.unknown_exits(one.known_exits)))
         self._owes_report = self.members.is_tree and self.members.leads and not self.members.resigned
         if not self._owes_report:
             one.enqueue([(REPORTED, self.rank, one.rank, b"{}")])
@@ -609,7 +694,7 @@ class Endpoint:
             for packet in outward
             if self.members.leads and self.members.is_in_group(packet[1]) and packet[2] not in self.members.exits
         )
-        if self.members.leaving and self.farewells.own is not None:
+        if self.members.leaving and self.farewells.own is not None and self._resign_at == float("inf"):
             # Those of others would violate the protocol: for the peer this rank is a client.
             one.enqueue(packet for packet in self._links.take_for_client(one.rank) if packet[1] == self.rank)
             one.enqueue([self.farewells.own])
@@ -625,8 +710,9 @@ class Endpoint:
         self._drop(one)
         self._suspect(self._addresses.exit_of(one.rank, "unreachable"), certain=not self.members.leaving)
 
-    def _join(self, one: Connection) -> None:
+    def _join(self, one: Connection, content: dict[str, Any]) -> None:
         """Make an accepted connection that of a client, or let it wait."""
+        one.known_exits = _read_ranges(content)
         if self._has_to_wait(one.rank):
             one.role = "waiting"
             self._waiting[one] = None
@@ -675,7 +761,7 @@ class Endpoint:
         self._update_missing(rank)
         self._update_leader(rank, leader)
         one.enqueue(self._links.take_for_client(rank))
-        one.enqueue(self._report_of(gone) for gone in self.members.exits.values())
+        one.enqueue(self._reports_of(self.members.unknown_exits(one.known_exits)))
         if self.members.resigned and self.farewells.own is not None:
             one.enqueue([self.farewells.own])
             if rank > self.rank and rank not in self.members.exits:
@@ -707,6 +793,8 @@ class Endpoint:
         else:
             if source != one.rank:
                 self.members.relayed_at = self._now()
+            if self._resign_at != float("inf"):
+                self._resign_at = min(self._now() + timing.LINGER, self._resign_by)
             self.farewells.receive(packet)
             self._declare(self._addresses.exit_of(source, "left"), one)
 
@@ -725,3 +813,8 @@ class Endpoint:
         if one.role == "client" and gone.rank in self._links.clients:
             return
         self._declare(gone, one)
+
+
+def _read_ranges(content: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the ranges of ranks whose exits the peer knows."""
+    return [(int(first), int(last)) for first, last in content["exits"]]

@@ -51,8 +51,11 @@ class Handshake:
         attempt.enqueue([(HELLO, self._rank, attempt.rank, encode(hello))])
         attempt.set_keys(send=self._mac("client-frames", text), receive=self._mac("server-frames", text))
 
-    def welcome(self, accepted: Connection, content: dict[str, Any], is_dead: Callable[[int], bool]) -> None:
-        """Verify the answer to a challenge, and send a welcome, or a rejection if the rank counts as dead."""
+    def welcome(
+        self, accepted: Connection, content: dict[str, Any], is_dead: Callable[[int], bool], greeting: dict[str, Any]
+    ) -> None:
+        """Verify the answer to a challenge, and send a welcome with `greeting`, or a rejection if the rank counts as
+        dead."""
         rank = int(content["rank"])
         text = f"{accepted.nonce} {_nonce(content)} {rank} {self._rank}"
         proof = self._mac("proof", text).hex()
@@ -60,7 +63,10 @@ class Handshake:
             raise ProtocolViolation("wrong proof of the job token")
         accepted.rank = rank
         accepted.set_keys(send=self._mac("server-frames", text), receive=self._mac("client-frames", text))
-        accepted.enqueue([(REJECTED if is_dead(rank) else WELCOME, self._rank, rank, b"{}")])
+        rejected = is_dead(rank)
+        accepted.enqueue(
+            [(REJECTED, self._rank, rank, b"{}") if rejected else (WELCOME, self._rank, rank, encode(greeting))]
+        )
 
     def _mac(self, use: str, connection: str) -> bytes:
         """Return what only a rank of this job can compute for `connection`: a proof, or the key of one direction."""

@@ -9,6 +9,9 @@ from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.events import PeerExit
 
+_MOST_RANGES = 24
+"""Ranges of ranks that are listed: they fit into a packet of a peer that has not proved the token."""
+
 
 class Suspect(NamedTuple):
     """A rank that seems to have died, while other ranks may have its farewell. It can't have left if `certain`."""
@@ -136,6 +139,25 @@ class Membership:
     def has_died(self, rank: int) -> bool:
         """Return True if `rank` is known to have died. One that has left may still have to report other exits."""
         return rank in self.exits and self.exits[rank].why != "left"
+
+    def list_ranges(self) -> list[tuple[int, int]]:
+        """Return the longest ranges of ranks that have exited, as their first and last ranks: few, for a handshake."""
+        ranges: list[list[int]] = []
+        for rank in sorted(self.exits):
+            if ranges and ranges[-1][1] == rank - 1:
+                ranges[-1][1] = rank
+            else:
+                ranges.append([rank, rank])
+        ranges.sort(key=lambda one: one[0] - one[1])
+        return [(first, last) for first, last in ranges[:_MOST_RANGES]]
+
+    def unknown_exits(self, known: Iterable[tuple[int, int]]) -> list[PeerExit]:
+        """Return the exits that a rank which knows those in the ranges `known` has to be told."""
+        exits = self.exits.copy()
+        for first, last in known:
+            for rank in range(max(first, 0), min(last + 1, self.size)):
+                exits.pop(rank, None)
+        return list(exits.values())
 
     def elect(self, now: float) -> bool:
         """Determine the hub. Returns True if it has changed."""

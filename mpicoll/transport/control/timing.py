@@ -30,6 +30,18 @@ After twice this time the other ranks decide without the hub.
 PROBE_AFTER = 1.0
 """Time after which the hub probes the port of a rank that has not connected to it."""
 
+FORWARD_AFTER = 50e-6
+"""Time for each connection of a hub after which it forwards a farewell, with those that have arrived meanwhile."""
+
+FORWARD_WITHIN = 0.05
+"""Maximum of that time."""
+
+LINGER = 0.5
+"""Time after the last farewell that a hub which leaves waits for more, so that not each leaving hub is replaced."""
+
+LINGER_AT_MOST = 1.5
+"""Time that it waits in all."""
+
 LOG_MISSING_AFTER = 60.0
 """Time after which it is logged that a rank has not connected. The rank does not count as dead."""
 

@@ -47,7 +47,7 @@ def shake(
     server = server or Handshake(SERVER, SIZE, TOKEN)
     server.challenge(accepted)
     client.answer(attempt, json.loads(pass_on(accepted, attempt)[3]))
-    server.welcome(accepted, json.loads(pass_on(attempt, accepted)[3]), dead.__contains__)
+    server.welcome(accepted, json.loads(pass_on(attempt, accepted)[3]), dead.__contains__, {})
     return pass_on(accepted, attempt)[0]
 
 
@@ -85,7 +85,7 @@ def test_a_server_without_proof(ends: tuple[Connection, Connection]) -> None:
     challenge = attempt.sock.recv(4096, socket.MSG_PEEK)
     client.answer(attempt, json.loads(next(attempt.read())[3]))
     hello = json.loads(pass_on(attempt, accepted)[3])
-    server.welcome(accepted, hello, lambda _: False)
+    server.welcome(accepted, hello, lambda _: False, {})
     accepted.write()
     welcome = attempt.sock.recv(4096)
     for sent in (welcome, challenge):
@@ -132,4 +132,4 @@ def test_one_challenge_for_each_connection(ends: tuple[Connection, Connection]) 
 )
 def test_a_hello_of_another_form(ends: tuple[Connection, Connection], hello: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        Handshake(SERVER, SIZE, TOKEN).welcome(ends[1], hello, lambda _: False)
+        Handshake(SERVER, SIZE, TOKEN).welcome(ends[1], hello, lambda _: False, {})

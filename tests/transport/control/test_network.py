@@ -171,8 +171,9 @@ def test_two_that_leave_do_not_rely_on_each_other(star: Make, monkeypatch: pytes
     assert job.gone(3) == [(0, "left"), (1, "left"), (2, "left")]
 
 
-def test_a_late_hub_waits_for_those_that_have_a_farewell(star: Make) -> None:
+def test_a_late_hub_waits_for_those_that_have_a_farewell(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has never been connected with rank 0, finds it gone, and is the next hub."""
+    monkeypatch.setattr(timing, "LINGER", 0.0)
     clock = Clock()
     job = star(3, clock=clock)
     addresses = [line.address for line in job.lines]

@@ -240,8 +240,9 @@ def test_what_came_through_a_dead_leader_comes_first(
     assert job.gone(receiver) == [(3, "closed")]
 
 
-def test_a_leader_leaves_when_the_root_has_its_farewell(star: Make) -> None:
+def test_a_leader_leaves_when_the_root_has_its_farewell(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the root has sent before goes to the group, which then connects to another leader."""
+    monkeypatch.setattr(timing, "LINGER", 0.0)
     job = star(6, shape="tree/3", clock=Clock())
     meet(job)
     job.lines[3].leave({"bye": 3}, timeout=0.0)
