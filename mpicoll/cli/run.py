@@ -25,8 +25,8 @@ _GRACE = 5.0
 _JOIN_INTERVAL = 0.2
 """Seconds between two looks whether all output is copied."""
 
-_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?")
-"""The rank before a line, as launchers print it: ``[1]<stdout>: ``, ``[1,0]<stdout>:`` or ``[1] ``."""
+_TAG = re.compile(rb"^\[(?:\d+,(?P<second>\d+)\]<\w+>:|(?P<first>\d+)\](?:<\w+>:)? ?)")
+"""The rank before a line, as launchers print it: ``[1]<stdout>: ``, ``[0,1]<stdout>:`` or ``[1] ``."""
 
 _PART_OF_TAG = re.compile(rb"\[[\d,]*(\](<(\w*(>(: ?)?)?)?)?)?")
 
@@ -185,6 +185,22 @@ def _run_job(command: Sequence[str], environ: dict[str, str], *, tag: bool) -> i
     return 128 + received[0] if received else status
 
 
+def _strip_tags(text: bytes, tag: bytes) -> bytes:
+    """Return a piece of a line without the tags after its beginning.
+
+    MPICH and Open MPI 4 put one before each piece that they have read, so also before a line's end. Within a line only
+    that of Open MPI 4 can't be part of the program's output.
+    """
+    if b"<" in tag:
+        return text.replace(tag, b"")
+    return text[: -len(tag) - 1] + b"\n" if tag and text.endswith(tag + b"\n") else text
+
+
+def _count_held(text: bytes, tag: bytes) -> int:
+    """Return the number of bytes at the end of `text` that may be a tag when more has arrived."""
+    return next((number for number in range(len(tag), 0, -1) if text.endswith(tag[:number])), 0)
+
+
 class _Output:
     """A thread that copies a job's output, with the rank before each line in one form for all launchers."""
 
@@ -210,21 +226,22 @@ class _Output:
                 return
 
     def _copy(self) -> None:
-        rest, tag, begins_line = b"", b"", True
+        rest, raw, begins_line = b"", b"", True
         with self._source:
             while data := self._read():
                 pieces, rest = (rest + data).splitlines(keepends=True), b""
                 if _PART_OF_TAG.fullmatch(pieces[-1]):
                     rest = pieces.pop()
-                for piece in pieces:
+                for number, piece in enumerate(pieces):
                     prefix, text = b"", piece
                     if begins_line:
                         found = _TAG.match(piece)
-                        prefix = tag = b"[%b] " % found[1] if found else b""
-                        text = piece[found.end() if found else 0 :]
-                    # MPICH's launcher puts the rank before each piece that it has read, so also before a line's end.
-                    if tag and text.endswith(tag + b"\n"):
-                        text = text[: -len(tag) - 1] + b"\n"
+                        raw = found[0] if found else b""
+                        prefix = b"[%b] " % (found["first"] or found["second"]) if found else b""
+                        text = piece[len(raw) :]
+                    text = _strip_tags(text, raw)
+                    if number == len(pieces) - 1 and (held := _count_held(text, raw)):
+                        text, rest = text[:-held], text[-held:]
                     self._write(prefix + text)
                     begins_line = piece.endswith(b"\n")  # \r does not end a line: it redraws a progress bar
         if not _TAG.fullmatch(rest):  # Open MPI may print the rank alone at the end

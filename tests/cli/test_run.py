@@ -327,6 +327,23 @@ def test_the_rank_before_each_line() -> None:
     assert shown.getvalue() == b"[1] a\n[3] b\n[2] c\n[2] \n[0] 1%\r2%\n[1] x\n[1] y\r"
 
 
+@pytest.mark.parametrize(("tag", "left"), [(b"[1,0]<stdout>:", b""), (b"[0] ", b"[0] "), (b"[0]<stdout>: ", b"")])
+def test_the_rank_before_each_piece(tag: bytes, left: bytes) -> None:
+    """Of programs whose output is not buffered; the parts are read as they come."""
+    whole = tag + b"  text " + tag + b"[" + tag + b"\n" + tag + b"[0, 1]" + tag + b"\n"
+    for size in (1, 2, 3, 5, 7, 11, 100):
+        receive, send = os.pipe()
+        shown = BytesIO()
+        with os.fdopen(receive, "rb", buffering=0) as source:
+            output = run._Output(source, shown)
+            for at in range(0, len(whole), size):
+                os.write(send, whole[at : at + size])
+                time.sleep(0.002)
+            os.close(send)
+            output.join()
+        assert shown.getvalue() == b"[0]   text %b[\n[0] [0, 1]\n" % left
+
+
 def test_output_that_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a pipe that is held open without output ends the wait for the end of it."""
     monkeypatch.setattr(run, "_GRACE", 0.1)
