@@ -13,6 +13,7 @@ from typing import Any
 from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.addresses import AddressBook
+from mpicoll.transport.control.completeness import Completeness
 from mpicoll.transport.control.connection import (
     ALL,
     CHALLENGE,
@@ -95,8 +96,7 @@ class Endpoint:
         self._dialer = Dialer(rank, self._addresses, self._links)
         self._missing: set[int] = set()  # the children that are not connected
         self._waiting: dict[Connection, None] = {}  # of ranks that can't be clients yet
-        self._owes_report = False  # the hub is to know when all children have reported
-        self._to_tell: dict[Connection, None] = {}  # clients to be told when all ranks have reported
+        self._completeness = Completeness(self.members, self._links, self._missing)
         self._resign_at = float("inf")  # while this rank leaves, but is still a hub
         self._resign_by = float("inf")
         self._forward_at = float("inf")  # the farewells that have arrived
@@ -134,8 +134,7 @@ class Endpoint:
                 self._router.send(packet)
         if self._waiting:
             self._admit_waiting()
-        if self._owes_report or self._to_tell:
-            self._report_completeness()
+        self._completeness.send()
         self._links.write()
         if self._may_confirm_farewells():
             # If this process died before all others have the farewell, the leaving rank would seem to have died too.
@@ -254,7 +253,7 @@ class Endpoint:
         if self._log_missing_at <= now:
             self._log_missing_at = float("inf")
             self._log_missing()
-        for gone in self.members.unannounced(self._have_all_reported, now):
+        for gone in self.members.unannounced(lambda: self._completeness.is_complete, now):
             self._declare(gone)
 
     def _handle_deadline(self, one: Connection, now: float) -> None:
@@ -275,31 +274,6 @@ class Endpoint:
         else:
             one.error = errno.ETIMEDOUT
             self._handle_end(one)
-
-    def _have_all_reported(self) -> bool:
-        """Return True if all living ranks have reported to this hub, or to the root, the exits that they had seen."""
-        hub = self._links.hub
-        return self._have_children_reported() and (
-            self.members.is_hub or not self.members.is_tree or (hub is not None and hub.has_reported_all)
-        )
-
-    def _have_children_reported(self) -> bool:
-        clients = self._links.clients
-        return not self._missing and all(
-            client.has_reported for rank, client in clients.items() if self.members.is_alive(rank)
-        )
-
-    def _report_completeness(self) -> None:
-        """Tell the hub, and as the root the leaders, when all ranks below have reported."""
-        if not self._have_children_reported():
-            return
-        if self._owes_report and self._links.hub is not None:
-            self._owes_report = False
-            self._links.hub.enqueue([(REPORTED, self.rank, self._links.hub.rank, b"{}")])
-        if self.members.is_hub:
-            for one in self._to_tell:
-                one.enqueue([(REPORTED, self.rank, one.rank, encode({"all": True}))])
-            self._to_tell.clear()
 
     def _check_silence(self) -> None:
         """Find hosts that have been silent for too long and owe an acknowledgement.
@@ -422,7 +396,7 @@ class Endpoint:
         self.farewells.drop(one)
         self._links.drop(one)
         self._waiting.pop(one, None)
-        self._to_tell.pop(one, None)
+        self._completeness.drop(one)
         if one.role == "client":
             self._update_missing(one.rank)
         if self._crash_descriptor is not None and one is self._crash_descriptor.connection:
@@ -656,7 +630,7 @@ class Endpoint:
             if self.farewells.own is not None and not self.members.resigned:
                 self._resign(self.farewells.own)
         elif kind == REPORTED:
-            self._handle_reported(one, content)
+            self._completeness.receive(one, content)
         elif kind == FAREWELLS:
             for farewell, body in read_farewells(content, self.size):
                 self._deliver(one, farewell, body)
@@ -683,9 +657,7 @@ class Endpoint:
         # From now on the other side takes the end of this connection for the end of this process.
         one.enqueue([(JOINED, self.rank, one.rank, encode({"exits": self.members.list_ranges()}))])
         one.enqueue(self._reports_of(self.members.unknown_exits(one.known_exits)))
-        self._owes_report = self.members.is_tree and self.members.leads and not self.members.resigned
-        if not self._owes_report:
-            one.enqueue([(REPORTED, self.rank, one.rank, b"{}")])
+        self._completeness.report_to(one)
         one.enqueue(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
         # A rank that leads no more has none of them, or those of ranks that will send them to its hub.
         outward = self._links.take_outward() if self.members.is_tree else ()
@@ -797,13 +769,6 @@ class Endpoint:
                 self._resign_at = min(self._now() + timing.LINGER, self._resign_by)
             self.farewells.receive(packet)
             self._declare(self._addresses.exit_of(source, "left"), one)
-
-    def _handle_reported(self, one: Connection, content: dict[str, Any]) -> None:
-        """Handle that another rank has reported its exits."""
-        one.has_reported = True
-        one.has_reported_all = content.get("all") is True
-        if one.role == "client" and not self.members.is_in_group(one.rank):
-            self._to_tell[one] = None
 
     def _handle_report(self, one: Connection, gone: PeerExit) -> None:
         """Handle another rank's report of an exit. A rank with its own connection to that rank ignores the report."""

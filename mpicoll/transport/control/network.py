@@ -25,7 +25,8 @@ the parts of the state, each by itself: :mod:`~mpicoll.transport.control.address
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
 :mod:`~mpicoll.transport.control.handshake`, :mod:`~mpicoll.transport.control.links` (connections),
 :mod:`~mpicoll.transport.control.listener`, :mod:`~mpicoll.transport.control.membership` (exits, election of the hub),
-:mod:`~mpicoll.transport.control.shape` (star or tree), :mod:`~mpicoll.transport.control.routing`;
+:mod:`~mpicoll.transport.control.shape` (star or tree); on connections and members
+:mod:`~mpicoll.transport.control.routing` and :mod:`~mpicoll.transport.control.completeness`;
 :mod:`~mpicoll.transport.control.endpoint` (the protocol); and this one, which other threads may use.
 """
 
