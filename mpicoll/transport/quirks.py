@@ -117,6 +117,24 @@ ENDED_LAUNCHER = Quirk(
     "the report of what they waited for is written to the launcher's stderr, if the lowest rank is on its host",
 )
 
+NEIGHBOR_ORDER = Quirk(
+    "order of two equal neighbours",
+    "Intel MPI",
+    r"Intel\(R\) MPI",
+    "MPI_Neighbor_alltoall on a periodic dimension of one or two ranks stores what a rank has sent to its lower"
+    " neighbour as from the lower one, not from the upper one (seen with 2021.19)",
+    "neighbor_alltoall of mpicoll calls no function of MPI for it, and has the order of the standard",
+)
+
+FINALIZE_BETWEEN_HOSTS = Quirk(
+    "MPI_Finalize between hosts",
+    "MPICH 4.0",
+    r"MPICH Version: 4\.0\b",
+    "MPI_Finalize of a job on several hosts often takes seconds, or never returns (seen with 4.0.2 of Debian, which"
+    " uses UCX; without mpicoll, too)",
+    "none: use MPICH 5 or Open MPI between hosts",
+)
+
 SCRIPT_LAUNCHER = Quirk(
     "SIGTERM to mpirun",
     "Intel MPI",
@@ -178,6 +196,8 @@ QUIRKS = (
     SURVIVORS,
     ENDED_LAUNCHER,
     SCRIPT_LAUNCHER,
+    FINALIZE_BETWEEN_HOSTS,
+    NEIGHBOR_ORDER,
     SLOTS,
 )
 """All quirks, those that lead to wrong results first."""

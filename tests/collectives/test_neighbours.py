@@ -19,6 +19,7 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll import PROC_NULL
+from mpicoll.transport import quirks
 
 DTYPES = ["float64", "float16", "bool", "complex64", "S5", "i1"]
 
@@ -269,7 +270,10 @@ def test_the_order_is_that_of_mpi() -> None:
     from mpi4py import MPI
 
     world = mpicoll.world()
+    is_other = quirks.NEIGHBOR_ORDER.applies_to(MPI.Get_library_version())
     for dims, periods in grids(world.size):
+        if is_other and any(extent <= 2 and period for extent, period in zip(dims, periods, strict=True)):
+            continue
         theirs = MPI.COMM_WORLD.Create_cart(dims, periods)
         with world.cart(dims, periods) as grid:
             x = np.concatenate([block(world.rank, k, 3) for k in range(2 * len(dims))])

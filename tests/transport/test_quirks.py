@@ -31,6 +31,8 @@ INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
         (quirks.SCRIPT_LAUNCHER, {INTEL}),
         (quirks.FILE_VIEWS, {MPICH4}),
         (quirks.FILE_LOCKS, {INTEL}),
+        (quirks.NEIGHBOR_ORDER, {INTEL}),
+        (quirks.FINALIZE_BETWEEN_HOSTS, {MPICH4}),
         (quirks.FAILURES, {OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL, CRAY}),
     ],
     ids=lambda value: value.name.replace(" ", "_").replace("'", "") if isinstance(value, quirks.Quirk) else "",
