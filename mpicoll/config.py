@@ -58,7 +58,7 @@ class Config(NamedTuple):
     ``MPICOLL_INTERFACE`` (one that all hosts reach)
         the network interfaces of which the control network and torch's store of a job on several hosts use one: names
         of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
-        of them must be there. Open MPI's connections by TCP use the same interfaces, unless Open MPI's own settings
+        of them must be there. The MPI library's connections by TCP use the same interfaces, unless its own settings
         select others. A job on one host listens at 127.0.0.1 only
     ``MPICOLL_OUTAGE`` (7)
         seconds for which hosts may be unreachable without the job being ended; the value of rank 0 applies to
