@@ -11,7 +11,7 @@ from mpicoll.transport.control.membership import Membership
 
 
 class Completeness:
-    """What this rank knows of these reports, and what it owes to its hub and to its clients.
+    """The reports that this rank has received, and those that it owes to its hub and to its clients.
 
     Each rank reports to its hub. The leader of a group of a tree reports when its whole group has, and the root answers
     when all leaders have. `missing` are the children that are not connected.
