@@ -344,6 +344,7 @@ def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
         ("--op avg --dtype int32", "op 'avg' has no meaning for dtype int32"),
         ("--sizes 64k-4k", "'64k-4k' is an empty range"),
         ("--compute sleep", "bench sweep: --compute is for overlap only"),
+        ("--computing 1", "bench sweep: --computing is for overlap only"),
         ("overlap --plot x.png", "bench overlap: --plot is for sweep only"),
         ("send allreduce", "no message 'allreduce'; there are send, isend"),
         ("send --against copy", "no peer of messages 'copy'; there are mpi4py, gloo"),
@@ -412,7 +413,7 @@ def check_timed(one: dict[str, Any]) -> None:
 
 OF_TWO = {
     "sweep": "all --sizes 4k --against mpi4py,copy --algorithms ring --plot PICTURE --blocks 2",
-    "overlap of numpy": "overlap allreduce allgather --sizes 64k --compute sleep --like numpy",
+    "overlap of numpy": "overlap allreduce allgather --sizes 64k --computing 1 --like numpy",
     "overlap of torch": "overlap allreduce allgather --sizes 64k --compute sleep --like torch",
     "overhead": "overhead scatter barrier --sizes 8",
     "messages": f"{' '.join(MESSAGES)} --sizes 4k --blocks 2",
@@ -625,6 +626,7 @@ def test_overlap(like: str, of_two: OfTwo) -> None:
         expected = max(0.0, 100 * (1 - (one["total"] - one["compute"]) / one["pure"]))
         assert one["percent"] == pytest.approx(expected)
     assert "hidden" in text
+    assert ("compute: numpy on 1 rank" in " ".join(text.split())) == (like == "numpy")
 
 
 @waits_for_all

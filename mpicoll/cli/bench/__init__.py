@@ -50,6 +50,7 @@ there. Ranks of which several share a device all read and write its memory: copy
 
 _ONLY = {
     "compute": ("overlap",),
+    "computing": ("overlap",),
     "against": ("sweep", "messages"),
     "algorithms": ("sweep",),
     "plan": ("sweep",),
@@ -98,6 +99,7 @@ def add(commands: Commands) -> None:
         "--rewrite", action="store_const", const=True, help="write the input before each call; see below"
     )
     parser.add_argument("--compute", choices=("numpy", "python", "sleep"), help="overlap: what is computed (numpy)")
+    parser.add_argument("--computing", type=_at_least_1, metavar="N", help="overlap: ranks that compute (all)")
     parser.add_argument("--seconds", type=_positive, default=0.5, metavar="S", help="to spend on each size (0.5)")
     parser.add_argument(
         "--blocks", type=_at_least_2, metavar="N", help="time exactly so many blocks, whatever it takes"
@@ -157,10 +159,18 @@ def _fill_defaults(args: argparse.Namespace) -> dict[str, Any]:
     return given | {"kind": kind}
 
 
+def _at_least_1(text: str) -> int:
+    return _at_least(1, text)
+
+
 def _at_least_2(text: str) -> int:
+    return _at_least(2, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} is less than 2")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return number
 
 

@@ -31,6 +31,7 @@ from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.selection.catalogue import DEVICE, algorithms_of, canonical_name
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
+from mpicoll.wording import count
 
 PEERS = ("mpi4py", "gloo", "nccl", "copy")
 
@@ -61,6 +62,7 @@ class Settings:
     registered: bool
     rewrite: bool
     compute: str
+    computing: int | None
     seconds: float
     blocks: int | None
     ranks: int | None
@@ -128,6 +130,7 @@ def parse_settings(given: dict[str, Any]) -> Settings:
         registered=bool(given["registered"]),
         rewrite=bool(given["rewrite"]),
         compute=given["compute"] or "numpy",
+        computing=given["computing"],
         seconds=given["seconds"],
         blocks=given["blocks"],
         ranks=given["np"],
@@ -313,7 +316,7 @@ def _overlaps(team: Team, asked: Settings) -> None:
     found: list[Overlap] = []
     with formatting.steps(team.rank == 0 and asked.progress, len(workloads)) as step:
         for workload in workloads:
-            found.append(overlap(team, workload, entered, asked.compute, asked.seconds))
+            found.append(overlap(team, workload, entered, asked.compute, asked.seconds, asked.computing))
             step(f"{workload.collective} {formatting.nbytes(workload.nbytes)}", 1)
     if team.rank != 0:
         return
@@ -326,6 +329,8 @@ def _overlaps(team: Team, asked: Settings) -> None:
         for one in found
     ]
     title = f"overlap of {form}, {team.size} ranks, {_label(asked)}, compute: {asked.compute}"
+    if asked.computing is not None:
+        title += f" on {count(asked.computing, 'rank')}"
     columns = ("", "pure", "compute", "total", "hidden")
     if asked.json != "-":
         formatting.console(asked.width).print(formatting.table(title, columns, rows))

@@ -2,6 +2,9 @@
 
 ``pure`` is the time of the i-form and its wait; ``compute`` that of a computation of the same duration; ``total`` is
 the time of the i-form, the computation and the wait. The hidden part is ``1 - (total - compute) / pure``, at least 0.
+
+Ranks that share their cores with others have none left for messages while all of them compute; so it can be measured
+with fewer ranks that compute.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ class Overlap:
         return max(0.0, 100 * (1 - (self.total - self.compute) / self.pure))
 
 
-def overlap(team: Team, workload: Workload, contestant: Contestant, computation: str, seconds: float) -> Overlap:
-    """Measure the overlap in about `seconds`. The contestant's call returns a request to wait for. Collective.
+def overlap(
+    team: Team, workload: Workload, contestant: Contestant, computation: str, seconds: float, computing: int | None
+) -> Overlap:
+    """Measure the overlap in about `seconds`. The contestant's call returns a request to wait for. The first
+    `computing` ranks compute; None: all. Collective.
 
     Raises Wrong on all ranks if the result is wrong.
     """
@@ -58,7 +64,7 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
 
     calls = ceil(_BLOCK / length(1))
     expected = length(calls)
-    compute = _calibrate_computation(team, computation, expected)
+    compute = _calibrate_computation(team, computation, expected, team.size if computing is None else computing)
 
     def total() -> None:
         request = begin()
@@ -73,11 +79,12 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
     return Overlap(workload, medians[0], medians[1], medians[2], rounds)
 
 
-def _calibrate_computation(team: Team, computation: str, seconds: float) -> TimedCall:
-    """Return a computation that takes about `seconds` on the slowest rank while all ranks compute."""
+def _calibrate_computation(team: Team, computation: str, seconds: float, computing: int) -> TimedCall:
+    """Return a computation that takes about `seconds` on the slowest rank while the first `computing` ranks compute. On
+    the other ranks it does nothing."""
     if computation == "sleep":
-        return lambda: time.sleep(seconds)
-    work = {"numpy": _vectors, "python": _numbers}[computation]()
+        return lambda: time.sleep(seconds if team.rank < computing else 0.0)
+    work = {"numpy": _vectors, "python": _numbers}[computation]() if team.rank < computing else _do_nothing
     turns = 1
     while True:
         took = team.max_over_ranks([time_calls(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
@@ -86,6 +93,10 @@ def _calibrate_computation(team: Team, computation: str, seconds: float) -> Time
         turns *= 2
     chosen = max(1, round(turns * seconds / took))
     return lambda: work(chosen)
+
+
+def _do_nothing(turns: int) -> None:
+    pass
 
 
 def _vectors() -> Callable[[int], None]:
