@@ -28,6 +28,11 @@ import threading
 import time
 from pathlib import Path
 
+PAYLOAD = 1448 / 1514
+"""Share of the data in the frames of a TCP connection with time stamps, at an MTU of 1,500 bytes."""
+
+_BYTES_PER_SECOND = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
+
 _INSIDE = "MPICOLL_HOSTS_INSIDE"
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +57,12 @@ status=$?
 while [ -e {folder}/$host.lost ]; do sleep 0.1; done
 exit $status
 """
+
+
+def parse_rate(text: str) -> float:
+    """Return the bytes per second of a `--rate` such as ``1gbit`` or ``200mbit``."""
+    unit = next(one for one in _BYTES_PER_SECOND if text.endswith(one))
+    return float(text.removesuffix(unit)) * _BYTES_PER_SECOND[unit]
 
 
 def _arguments() -> argparse.Namespace:

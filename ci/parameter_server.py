@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hosts import PAYLOAD, parse_rate
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -39,13 +40,8 @@ from torch import nn
 import mpicoll
 from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker
 
-PAYLOAD = 1448 / 1514
-"""Share of the data in the frames of a TCP connection with time stamps, at an MTU of 1,500 bytes."""
-
 _TIMED = 2
 """Timed steps of a function in a block."""
-
-RATES = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -167,7 +163,7 @@ def measure_throughput(arguments: argparse.Namespace, console: Console) -> None:
         times = [one.wall for one in measure(step, arguments.steps)]
     taken = slowest(median(times), members)
     nbytes = arguments.megabytes * 1e6 * max(1.0, workers / servers)
-    bound = nbytes / find_rate(arguments.rate)
+    bound = nbytes / parse_rate(arguments.rate)
     if members.rank == 0:
         table = Table(title=f"{servers} servers, {workers} workers, {arguments.megabytes} MB, {arguments.rate}")
         for column in ("ms of a step", "first steps", "bound by bytes", "of it", "on the wire", "of it"):
@@ -177,12 +173,6 @@ def measure_throughput(arguments: argparse.Namespace, console: Console) -> None:
         row = [f"{1e3 * taken:.1f}", first, f"{1e3 * bound:.1f}", f"{bound / taken:.3f}"]
         table.add_row(*row, f"{1e3 * wire:.1f}", f"{wire / taken:.3f}")
         console.print(table)
-
-
-def find_rate(text: str) -> float:
-    """Return bytes per second."""
-    unit = next(one for one in RATES if text.endswith(one))
-    return float(text.removesuffix(unit)) * RATES[unit]
 
 
 def measure_hidden(arguments: argparse.Namespace, console: Console) -> None:
