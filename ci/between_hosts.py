@@ -11,8 +11,9 @@ nothing. All take turns, each call begins with a barrier, and a time is the medi
 * link: the time in which a link of `--rate` carries that, with 66 bytes of headers in each frame of 1,514, divided by
   the measured time: the share of the link that is used.
 * sent: bytes that left the busiest host, by the counters of its interface, divided by the law. Headers are up to 4.6 %.
-* cores: processor time of all ranks divided by the measured time. Where it is near the number of cores of this machine,
-  which plays all hosts, these are the limit.
+* cores: processor time of all ranks divided by the measured time; and busy: the same of all that runs on this machine,
+  which plays all hosts. Where that is near the number of its cores, these are the limit; what it is above `cores` is
+  mostly the kernel, which moves the frames, where no other programs run.
 
 With `--order cyclic`, consecutive ranks are on different hosts.
 """
@@ -20,6 +21,7 @@ With `--order cyclic`, consecutive ranks are on different hosts.
 from __future__ import annotations
 
 import argparse
+import os
 import selectors
 import socket
 import time
@@ -44,18 +46,20 @@ _LAWS: dict[str, Callable[[int], float]] = {
     "bcast": lambda hosts: 1.0,
 }
 
-_ROW = "{:15} {:>7} {:22} {:>6} {:>6} {:>6} {:>6}"
+_ROW = "{:15} {:>7} {:22} {:>6} {:>6} {:>6} {:>6} {:>6}"
 
 _BLOCK = 1 << 18
 """Most bytes that the control passes to the kernel at a time."""
 
 
 class Call(NamedTuple):
-    """Seconds of the slowest rank, bytes that left the busiest host, and seconds of processor time of all ranks."""
+    """Seconds of the slowest rank, bytes that left the busiest host, and seconds of processor time, of all ranks and of
+    the whole machine."""
 
     seconds: float
     sent: int
     processor: float
+    busy: float
 
 
 def read_arguments() -> argparse.Namespace:
@@ -148,18 +152,24 @@ def make_calls(workload: Workload, names: Sequence[str], comm: Any, sockets: Soc
 def measure(comm: Any, call: Callable[[], Any]) -> Call:
     """Carry out a call, and return what it took. Collective."""
     mpicoll.barrier(comm=comm)
-    sent, processor, begin = _count_sent(), time.process_time(), time.perf_counter()
+    sent, busy, processor, begin = _count_sent(), _read_busy(), time.process_time(), time.perf_counter()
     call()
     seconds, used = time.perf_counter() - begin, time.process_time() - processor
     mpicoll.barrier(comm=comm)
-    slowest = mpicoll.allreduce(np.array([seconds, float(_count_sent() - sent)]), "max", comm=comm)
-    return Call(float(slowest[0]), int(slowest[1]), float(mpicoll.allreduce(np.array([used]), comm=comm)[0]))
+    most = mpicoll.allreduce(np.array([seconds, _count_sent() - sent, _read_busy() - busy]), "max", comm=comm)
+    return Call(most[0], int(most[1]), float(mpicoll.allreduce(np.array([used]), comm=comm)[0]), most[2])
 
 
 def _count_sent() -> int:
     """Return the bytes that have left this host."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
+
+
+def _read_busy() -> float:
+    """Return the seconds that the cores of this machine have been busy."""
+    user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -169,7 +179,7 @@ def main() -> None:
     rate = parse_rate(arguments.rate)
     if comm.rank == 0:
         print(f"{sockets.hosts} hosts of {sockets.ranks}, {arguments.rate}, {arguments.order} order")
-        print(_ROW.format("collective", "size", "by", "ms", "link", "sent", "cores"), flush=True)
+        print(_ROW.format("collective", "size", "by", "ms", "link", "sent", "cores", "busy"), flush=True)
     for collective in arguments.collectives or _LAWS:
         for size in arguments.sizes:
             workload = Workload(collective, size, "float32", "sum", comm.size)
@@ -183,7 +193,7 @@ def main() -> None:
                     found[name].append(measure(comm, call))
             chosen = mpicoll.explain(collective, workload.nbytes, dtype="float32", comm=comm).name
             for name, measured in found.items():
-                seconds, sent, processor = (median(one) for one in zip(*measured, strict=True))
+                seconds, sent, processor, busy = (median(one) for one in zip(*measured, strict=True))
                 row = (
                     collective,
                     formatting.nbytes(workload.nbytes),
@@ -192,6 +202,7 @@ def main() -> None:
                     f"{100 * law / (PAYLOAD * rate) / seconds:.0f} %",
                     f"{sent / law:.3f}",
                     f"{processor / seconds:.2f}",
+                    f"{busy / seconds:.2f}",
                 )
                 if comm.rank == 0:
                     print(_ROW.format(*row), flush=True)

@@ -3,7 +3,8 @@
     python ci/hosts.py --rate 1gbit 2 1 python ci/ddp_compression.py gpt --steps 10
 
 All take turns in one run, each on a model of its own that begins with the same parameters. The times are medians over
-steps of the slowest rank; the losses are means over ranks and the last fifth of the steps. `digits` trains the network
+steps of the slowest rank; the losses are means over ranks and the last fifth of the steps. `compute`, if it is one of
+the ways, is a step in which each rank keeps its own gradients. `digits` trains the network
 of examples/ddp_digits.py, `gpt` a transformer of 11 million parameters on the text of this repository's documentation.
 """
 
@@ -89,7 +90,7 @@ def main() -> None:
         torch.manual_seed(0)
         module, draw = make()
         group = dist.new_group(backend="gloo") if way == "gloo" else None
-        model = DistributedDataParallel(module, process_group=group)
+        model = module if way == "compute" else DistributedDataParallel(module, process_group=group)
         if way in ("bf16", "int8"):
             model.register_comm_hook(CompressionState(compression=way), compression_hook)
         trained[way] = model, torch.optim.Adam(module.parameters(), lr=1e-3)
@@ -107,7 +108,7 @@ def main() -> None:
         last = statistics.mean(losses[way][-max(1, options.steps // 5) :])
         curve = " ".join(f"{one:.3f}" for one in losses[way][:: max(1, len(losses[way]) // 8)])
         milliseconds = statistics.median(times[way]) * 1e3
-        print(f"{options.model} {way:5} {milliseconds:8.2f} ms a step, loss {last:.4f} at the end; {curve}", flush=True)
+        print(f"{options.model} {way:7} {milliseconds:8.2f} ms a step, loss {last:.4f} at the end; {curve}", flush=True)
     dist.destroy_process_group()
 
 

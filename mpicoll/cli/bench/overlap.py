@@ -88,7 +88,7 @@ def _calibrate_computation(team: Team, computation: str, seconds: float, computi
     turns = 1
     while True:
         took = team.max_over_ranks([time_calls(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
-        if took > min(seconds, 1e-3) or turns >= 1 << 24:
+        if took > seconds / 4 or turns >= 1 << 24:
             break
         turns *= 2
     chosen = max(1, round(turns * seconds / took))
