@@ -35,12 +35,13 @@ from mpicoll.schedules import Algorithm
 from mpicoll.transport.waiting import poll
 
 PIECE = 512 * 1024
-"""Least bytes of a piece that a rank exchanges with the other nodes."""
+"""Least bytes of a piece that a rank exchanges with each of the nodes."""
 
-_MAX_PIECES = 16
-"""Most pieces of an operation. Larger operations have larger pieces."""
+_MAX_PIECES = 8
+"""Most pieces of an operation. Larger operations have larger pieces. In each, the ranks of a node wait for each other
+twice, for as long as it takes until the last one has a core, and have nothing to send meanwhile if that is too long."""
 
-_IN_FLIGHT = 3
+_IN_FLIGHT = 2
 """Pieces that travel between the nodes at a time, so that the links are busy between the rounds of one."""
 
 _LANE_ALGORITHMS = {
@@ -81,7 +82,7 @@ class HierarchicalPhases:
         self.failure: BaseException | None = None
         self.pieces = 1
         if operation.on is None and operation.query.elementwise:
-            self.pieces = max(1, min(_MAX_PIECES, (operation.query.nbytes or 0) // comm.local_size // PIECE))
+            self.pieces = max(1, min(_MAX_PIECES, (operation.query.nbytes or 0) // comm.size // PIECE))
         # The steps of each piece; and the operations between nodes that have begun, in order.
         self._parts: list[list[_PhaseStep]] = []
         self._travelling: list[ScheduledOperation] = []
@@ -230,7 +231,10 @@ def _choose_schedule(query: SelectionQuery) -> Choice:
         choice = choose(query, None)
         if isinstance(choice.algorithm, Algorithm):
             return choice
-    return choose(query, _LANE_ALGORITHMS[query.collective])
+    name, nodes = _LANE_ALGORITHMS[query.collective], query.context.layout.ranks
+    if name == "ring" and query.collective == "allreduce" and nodes > 2 and nodes & (nodes - 1) == 0:
+        name = "halving_doubling"  # as many bytes in fewer rounds
+    return choose(query, name)
 
 
 @lru_cache(maxsize=64)

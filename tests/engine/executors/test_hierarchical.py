@@ -224,8 +224,28 @@ def test_several_pieces_travel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", counting)
     mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(200), algorithm=BY_NODES), 4, ranks_per_node=2)
-    assert len(most) == 4 * 16
+    assert len(most) == 4 * hierarchical._MAX_PIECES
     assert max(most) == hierarchical._IN_FLIGHT + 1
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("nodes", "name"), [(2, "ring"), (3, "ring"), (4, "halving_doubling")])
+def test_pieces_travel_in_as_few_rounds_as_links_allow(monkeypatch: pytest.MonkeyPatch, nodes: int, name: str) -> None:
+    taken: set[str] = set()
+    begin = hierarchical.HierarchicalPhases._begin
+
+    def noting(self: Any, operation: Any) -> None:
+        taken.add(operation._schedule.algorithm)
+        begin(self, operation)
+
+    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
+    x = np.arange(2000.0)
+
+    def body() -> None:
+        np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm=BY_NODES), 2 * nodes * x)
+
+    mpicoll.run_local(body, 2 * nodes, ranks_per_node=2)
+    assert taken == {name}
 
 
 @pytest.mark.usefixtures("tiny")
@@ -264,8 +284,8 @@ def test_the_piece_is_part_of_the_position() -> None:
         mpicoll.allreduce(np.ones(200), op, algorithm=BY_NODES)
 
     mpicoll.run_local(body, 4, ranks_per_node=2)
-    assert any(text.startswith("piece 3 of 16, phase 1 within the node") for text in seen), seen
-    assert any(text.startswith("piece 2 of 16, phase 2, between the nodes") for text in seen), seen
+    assert any(text.startswith("piece 3 of 8, phase 1 within the node") for text in seen), seen
+    assert any(text.startswith("piece 2 of 8, phase 2, between the nodes") for text in seen), seen
 
 
 # --- what crosses the links
