@@ -130,7 +130,12 @@ static void do_nothing(const Collective *one, uint32_t step, const char *source,
 static inline __attribute__((always_inline)) int carry_out_pieces(
     const Collective *one, const char *source, char *target, PieceFunction write, PieceFunction read)
 {
-    for (uint32_t i = 0; i < one->step_count; i++) {
+    uint32_t i = 0;
+    if (is_written(one)) {
+        read(one, one->steps->step, source, target, 0);
+        i = 1;
+    }
+    for (; i < one->step_count; i++) {
         const uint32_t step = one->steps->step + 1;
         write(one, step, source, target, i * one->width);
         if (end_step(one) < 0)
@@ -179,6 +184,19 @@ size_t get_share_offset(size_t nbytes, int rank, int size)
     return min_size(nbytes, before * CACHE_LINE);
 }
 
+/* Write a piece, except for this rank's share, which no other rank reads. */
+static void write_shares(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
+{
+    Steps *steps = one->steps;
+    const size_t nbytes = min_size(one->width, one->nbytes - start);
+    const size_t low = get_share_offset(nbytes, steps->rank, steps->size);
+    const size_t high = get_share_offset(nbytes, steps->rank + 1, steps->size);
+    char *slot = find_slot(one, step, steps->rank);
+    (void)target;
+    write_shared(steps, slot, source + start, low);
+    write_shared(steps, slot + high, source + start + high, nbytes - high);
+}
+
 /* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the
  * step. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n/P written for the others and
  * n(P-1)/P copied out; one step a piece and one more. */
@@ -187,20 +205,15 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
     Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
     const size_t width = one->width;
-    size_t place = 0, former; /* of this piece and the previous one */
-    for (uint32_t i = 0; i < one->step_count; i++) {
+    const bool written = is_written(one);
+    size_t place = written ? find_place(one, steps->step) : 0, former; /* of this piece and the previous one */
+    for (uint32_t i = written ? 1 : 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
         const size_t start = i * width;
         former = place, place = find_place(one, steps->step + 1);
         char *results = steps->results[parity] + place;
-        if (start < one->nbytes) {
-            size_t nbytes = min_size(width, one->nbytes - start);
-            size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-            char *slot = get_slot(steps, parity, rank) + place;
-            /* No other rank reads this rank's own share. */
-            write_shared(steps, slot, source + start, low);
-            write_shared(steps, slot + high, source + start + high, nbytes - high);
-        }
+        if (start < one->nbytes)
+            write_shares(one, steps->step + 1, source, target, start);
         if (i > 0) {
             size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
             size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
@@ -393,7 +406,7 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
     if (whole)
         set_pieces(one, run_vectors, write_vector, reduce_vectors);
     else
-        one->run = reduce_pieces;
+        set_pieces(one, reduce_pieces, write_shares, NULL);
     one->step_count = cut(one, layout->total, flat ? layout->total + CACHE_LINE : piece, 1) + (whole ? 0 : 1);
     one->is_small = whole && layout->total <= SMALL_SLOT_BYTES;
 }
@@ -721,6 +734,8 @@ static int run_on(const Collective *one, const char *source, char *target)
 {
     const bool releases = !one->keeps_gil && one->source_bytes + one->target_bytes >= RELEASE_AT;
     const bool direct = tries_direct(one);
+    if (one->trials != NULL)
+        begin_trial(one->trials);
     if ((direct || !is_in_ring(one)) && catch_up(one->steps) < 0)
         return -1;
     if ((direct || one->reads_memory) && locate_arrays(one, source, target) < 0)

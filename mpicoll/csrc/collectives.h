@@ -146,6 +146,9 @@ size_t get_share_offset(size_t nbytes, int rank, int size);
 /* Return true if a collective has one step, which can be begun and completed later. */
 bool is_one_step(const Collective *one);
 
+/* Return true if the rank has written its first piece in the step in which the ranks have chosen the slots. */
+static inline bool is_written(const Collective *one) { return one->trials != NULL && one->trials->written; }
+
 /* Return true if what a rank writes before a step lies in a small or ring slot. */
 static inline bool is_in_ring(const Collective *one)
 {

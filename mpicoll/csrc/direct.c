@@ -142,10 +142,11 @@ static int exchange_locations(const Collective *one)
 {
     Steps *steps = one->steps;
     Locations *all = steps->locations;
-    /* A library that protects its secrets may make the process unreadable at any time. */
+    /* A library that protects its secrets may make the process unreadable at any time. No rank reads in a call for
+     * which one has written to its slot. */
     all->posted[steps->rank][FORBIDS_READING] =
-        one->reads_memory && (all->cannot_read || (steps->processes[steps->rank] != 0 &&
-                                                   prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1));
+        one->reads_memory && !is_written(one) &&
+        (all->cannot_read || (steps->processes[steps->rank] != 0 && prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1));
     all->posted[steps->rank][TRIALS] = one->trials == NULL ? 0 : pack_trials(one->trials);
     memcpy(get_posted(steps, steps->rank, get_parity(steps)), all->posted[steps->rank], sizeof *all->posted);
     if (sync_ranks(steps) < 0)
@@ -197,10 +198,12 @@ static bool can_all_read(const Collective *one)
     return steps->unreadable_rank < 0;
 }
 
-/* Whether the ranks read each other's memory in this call, where they need not. */
+/* Whether the ranks read each other's memory in this call, if they can. */
 static bool prefers_reads(const Collective *one)
 {
     const Locations *all = one->steps->locations;
+    if (one->trials == NULL)
+        return one->reads_memory;
     for (int rank = 0; rank < one->steps->size; rank++)
         all->trials[rank] = all->posted[rank][TRIALS];
     return choose_reads(one->trials, all->trials, one->steps->size);
@@ -566,13 +569,16 @@ static int run_in_private_memory(const Collective *one, const char *source, char
 
 int run_direct(const Collective *one, const char *source, char *target)
 {
+    if (one->trials != NULL && expect_slots(one->trials) && one->write != NULL) {
+        one->write(one, one->steps->step + 1, source, target, 0);
+        one->trials->written = true;
+    }
     if (exchange_locations(one) < 0)
         return -1;
     bool has_own = false;
     if (one->steps->has_segments && lie_in_segments(one))
         run_in_segments(one, source, target);
-    else if (!one->reads_memory || !can_all_read(one) || have_outputs_in_inputs(one) ||
-             (one->trials != NULL && !prefers_reads(one)))
+    else if (!prefers_reads(one) || !can_all_read(one) || have_outputs_in_inputs(one))
         return 0;
     else if (run_in_private_memory(one, source, target, &has_own) < 0)
         return -1;

@@ -7,7 +7,14 @@
  *
  * So the calls of a collective form rounds. The first ones of a round take the slots, the next ones read, and all
  * others do what took less time on the slowest rank. The ranks post their times before each call, with the number of
- * the call in its round, of which that of rank 0 counts: all of them choose alike, even if one has forgotten its times.
+ * the call, of which that of rank 0 counts: all of them choose alike, even if one has forgotten its times.
+ *
+ * What is timed is the whole call, waits included. A rank that has no result may write for the next call while others
+ * still read for this one: what it waits for then belongs to the time of a call in a series of them, which is that of
+ * the slowest rank. It differs from call to call, so the mean of most calls counts, not the least.
+ *
+ * A rank that expects the slots writes its first piece before the step in which the ranks choose. If all have, that
+ * step is also the one of the first piece, so the choice takes no time. A call reads only if no rank has.
  */
 
 #define _GNU_SOURCE
@@ -16,19 +23,24 @@
 #include <time.h>
 
 enum {
-    ROUND = 1024, /* calls */
-    LATE = 8,     /* calls before the first round: the slots of a message are at different places in that many */
-    TRIES = 8,    /* of each path in a round: their least time counts, since other programs may disturb some */
+    LATE = 8, /* calls before the first round: the slots of a message are at different places in that many */
+    TRIES = MOST_TRIES, /* of each path in a round, of which the slowest quarter does not count: other programs may
+                         * have disturbed it, or the change of the path */
     LARGE = 4 << 20, /* bytes from which on a slot has one place, and disturbances matter less */
-    LARGE_TRIES = 2,
-    CALL_BITS = 10,
-    TIME_BITS = 27,
-    UNIT = 8 /* nanoseconds: a call of more than a second has the greatest time */
+    LARGE_TRIES = 2, /* of which the faster one counts */
+    LARGE_LATE = 1,
+    CALL_BITS = 11,
+    CALLS = 1 << CALL_BITS, /* the last ones come before the first round */
+    TIME_BITS = 26,
+    UNIT = 8 /* nanoseconds: a call of more than half a second has the greatest time */
 };
 
 static const uint32_t LONGEST = (1u << TIME_BITS) - 1;
 
-_Static_assert(ROUND == 1 << CALL_BITS && CALL_BITS + 2 * TIME_BITS <= 64, "all that is posted is one number");
+/* The first calls of a program are unlike later ones: so rounds are short at first, and only the last one repeats. */
+static const uint32_t rounds[] = {0, 32, 128, 1024};
+
+_Static_assert(CALL_BITS + 1 + 2 * TIME_BITS <= 64, "all that is posted is one number");
 
 static int64_t read_nanoseconds(void)
 {
@@ -40,40 +52,94 @@ static int64_t read_nanoseconds(void)
 void begin_trials(PathTrials *trials, size_t nbytes)
 {
     const bool large = nbytes >= LARGE;
-    *trials = (PathTrials){.tries = large ? LARGE_TRIES : TRIES, .call = large ? 0 : ROUND - LATE};
+    *trials = (PathTrials){.tries = large ? LARGE_TRIES : TRIES, .call = CALLS - (large ? LARGE_LATE : LATE)};
+}
+
+void begin_trial(PathTrials *trials)
+{
+    trials->begin = read_nanoseconds();
+    trials->is_timed = trials->written = false;
+}
+
+bool expect_slots(PathTrials *trials)
+{
+    const bool expects = trials->expects_slots;
+    trials->expects_slots = false; /* until the ranks choose again: they don't where the arrays lie in segments */
+    return expects;
 }
 
 int64_t pack_trials(const PathTrials *trials)
 {
-    const uint64_t times = (uint64_t)trials->least[0] << TIME_BITS | trials->least[1];
-    return (int64_t)((uint64_t)trials->call << 2 * TIME_BITS | times);
+    const uint64_t head = (uint64_t)trials->call << 1 | (trials->written ? 1 : 0);
+    return (int64_t)((head << TIME_BITS | trials->typical[0]) << TIME_BITS | trials->typical[1]);
+}
+
+/* The first call of the round that a call belongs to. */
+static uint32_t find_round(uint32_t call)
+{
+    uint32_t first = 0;
+    for (size_t i = 0; i < sizeof rounds / sizeof rounds[0]; i++)
+        first = call >= rounds[i] ? rounds[i] : first;
+    return first;
+}
+
+static uint32_t count_call(uint32_t call)
+{
+    const uint32_t last = CALLS - LATE - 1;
+    return call == last ? rounds[sizeof rounds / sizeof rounds[0] - 1] : (call + 1) % CALLS;
 }
 
 bool choose_reads(PathTrials *trials, const int64_t *posted, int size)
 {
-    const uint32_t call = (uint32_t)((uint64_t)posted[0] >> 2 * TIME_BITS);
+    const uint32_t call = (uint32_t)((uint64_t)posted[0] >> (2 * TIME_BITS + 1));
     uint32_t slots = 0, reads = 0; /* of the slowest rank */
+    int written = 0;
     for (int rank = 0; rank < size; rank++) {
         const uint32_t own_slots = (uint32_t)((uint64_t)posted[rank] >> TIME_BITS) & LONGEST;
         const uint32_t own_reads = (uint32_t)(uint64_t)posted[rank] & LONGEST;
         slots = own_slots > slots ? own_slots : slots;
         reads = own_reads > reads ? own_reads : reads;
+        written += (int)((uint64_t)posted[rank] >> 2 * TIME_BITS & 1);
     }
-    if (call == 0)
-        trials->least[0] = trials->least[1] = 0;
-    trials->reads = call < trials->tries ? false : call < 2 * trials->tries ? true : reads < slots;
-    trials->call = (call + 1) % ROUND;
-    trials->begin = call < 2 * trials->tries ? read_nanoseconds() : 0;
+    const uint32_t place = call - find_round(call); /* in the round */
+    if (place == 0) {
+        trials->timed[0] = trials->timed[1] = 0;
+        trials->typical[0] = trials->typical[1] = 0;
+    }
+    const bool chosen = place < trials->tries ? false : place < 2 * trials->tries ? true : reads < slots;
+    trials->call = count_call(call);
+    const uint32_t next = trials->call - find_round(trials->call);
+    /* After the last trial not all ranks' times are known. */
+    trials->expects_slots = next < trials->tries || (next > 2 * trials->tries && !chosen);
+    trials->reads = chosen && written == 0;
+    trials->is_timed = place < 2 * trials->tries && trials->reads == chosen;
+    trials->written = written == size;
     return trials->reads;
+}
+
+/* The mean time of the calls of a path, without the slowest ones. */
+static uint32_t find_typical(const uint32_t *times, uint32_t count)
+{
+    uint32_t sorted[MOST_TRIES];
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t at = i;
+        for (; at > 0 && sorted[at - 1] > times[i]; at--)
+            sorted[at] = sorted[at - 1];
+        sorted[at] = times[i];
+    }
+    const uint32_t kept = count - (count + 2) / 4;
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < kept; i++)
+        total += sorted[i];
+    return (uint32_t)(total / kept);
 }
 
 void end_trial(PathTrials *trials)
 {
-    if (trials->begin == 0)
+    uint32_t *timed = &trials->timed[trials->reads];
+    if (!trials->is_timed || *timed == MOST_TRIES)
         return;
     const int64_t units = (read_nanoseconds() - trials->begin) / UNIT + 1;
-    uint32_t *least = &trials->least[trials->reads];
-    if (*least == 0 || units < *least)
-        *least = units < LONGEST ? (uint32_t)units : LONGEST;
-    trials->begin = 0;
+    trials->times[trials->reads][(*timed)++] = units < LONGEST ? (uint32_t)units : LONGEST;
+    trials->typical[trials->reads] = find_typical(trials->times[trials->reads], *timed);
 }

@@ -7,22 +7,36 @@
 #include <stddef.h>
 #include <stdint.h>
 
+enum { MOST_TRIES = 8 };
+
 /* The trials of one collective, of which this rank knows its own times. */
 typedef struct {
     uint32_t tries;    /* of each path in a round */
-    uint32_t call;     /* of the round that rank 0 is in */
-    uint32_t least[2]; /* time of a call in this round, through the slots and by reads; 0: none has been timed */
-    int64_t begin;     /* of the running call; 0 if it is not timed */
+    uint32_t call;     /* number of the next call, as rank 0 counts */
+    uint32_t timed[2]; /* calls in this round, through the slots and by reads */
+    uint32_t times[2][MOST_TRIES]; /* of these */
+    uint32_t typical[2]; /* time of a call of each path; 0: none has been timed */
+    int64_t begin;     /* of the running call */
+    bool is_timed;     /* the running call */
     bool reads;        /* the running call */
+    bool expects_slots; /* for the next call, as all ranks do that have not forgotten the last one */
+    bool written;      /* this rank has written its first piece to its slot before the step in which the ranks choose */
 } PathTrials;
 
 /* Begin the trials of a collective of `nbytes` bytes, the same on all ranks. */
 void begin_trials(PathTrials *trials, size_t nbytes);
 
-/* Return what this rank has to post before a call. */
+/* Begin a call. */
+void begin_trial(PathTrials *trials);
+
+/* Return true if this rank writes its first piece before the path of a call is chosen. */
+bool expect_slots(PathTrials *trials);
+
+/* Return what this rank has to post before the path of a call is chosen. */
 int64_t pack_trials(const PathTrials *trials);
 
-/* Begin a call, and return true if it reads: the same on all ranks, which pass what all of them have posted. */
+/* Choose the path of a call, and return true if it reads: the same on all ranks, which pass what all of them have
+ * posted. Where it does not read, `written` is true afterwards if all ranks have written their first piece. */
 bool choose_reads(PathTrials *trials, const int64_t *posted, int size);
 
 /* End a call. */

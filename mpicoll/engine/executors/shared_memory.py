@@ -8,7 +8,7 @@ Four methods, which are algorithms for the selection:
 * ``cma``: ranks read and write each other's private memory (cross-memory attach). While the kernel forbids
   that to one rank, all ranks do what ``shm_pipelined`` does instead;
 * ``shm_or_cma``: what of these two took less time in earlier calls of the kind, on the slowest rank, which depends on
-  whether a program passes a new input in each call; ``cma`` where ranks share cores.
+  whether a program passes a new input in each call.
 
 Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all of them read and write the buffers
 themselves.
@@ -64,8 +64,7 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.segment or 0,
         spec.arrivals or None,
         spec.rows,
-        # Where ranks share cores, fewer steps are worth more than what could be timed.
-        spec.method == "shm_or_cma" and arena.has_own_core,
+        spec.method == "shm_or_cma",
     )
 
 

@@ -77,7 +77,10 @@ def test_a_block_that_is_in_its_place() -> None:
 
 
 def test_ranks_choose_alike() -> None:
-    """Rank 0's number of the call counts, and a rank that has forgotten its times has none."""
+    """Rank 0's number of the call counts, and a rank that has forgotten its times has none.
+
+    Where all ranks expect the slots, the step in which they choose is also that of the first piece.
+    """
 
     def body() -> list[bool]:
         from mpicoll._shm import Collective
@@ -89,18 +92,21 @@ def test_ranks_choose_alike() -> None:
         x = np.full(4 * PIECE, world.rank + 1, np.uint8)
         y = np.zeros((world.size, x.size), np.uint8)
         reads, made = [], None
+        forgets = {0: (40,), 1: (3, 12)}
         for call in range(LATE + 2 * TRIES + 50):
-            if made is None or (world.rank == 1 and call in (3, 12)) or (world.rank == 0 and call == 40):
+            if made is None or call in forgets.get(world.rank, ()):
                 counts = (x.size,) * world.size
                 made = Collective(arena, "allgather", "", "", 1, counts, 0, PIECE, False, 9, tries=True)
             y[:] = 0
             before = arena.number
             made.carry_out(x, y)
             assert (y == np.arange(1, world.size + 1)[:, None]).all()
-            # One to exchange the locations, and one at the end; or one for each piece.
+            # One to choose, and one at the end; or one for each piece.
             steps = arena.number - before
-            assert steps in (2, 5)
             reads.append(steps == 2)
+            assert steps in (2, 4, 5)
+            if call > 0 and not reads[-2] and not any(call in calls for calls in forgets.values()):
+                assert steps != 5
         return reads
 
     first, *others = mpicoll.run_local(body, 3)
