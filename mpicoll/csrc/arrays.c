@@ -26,13 +26,14 @@ static const unsigned int WARN_ON_WRITE = 0x80000000u;
 
 static PyTypeObject *numpy_type;
 
-static bool find_numpy_memory(PyObject *array, bool writable, Memory *memory)
+static bool find_numpy_memory(PyObject *array, bool writable, bool strided, Memory *memory)
 {
     const NumpyArray *one = (const NumpyArray *)(const void *)array;
-    const unsigned int needed = C_CONTIGUOUS | ALIGNED | (writable ? WRITEABLE : 0), flags = (unsigned int)one->flags;
+    const unsigned int needed = (strided ? 0 : C_CONTIGUOUS) | ALIGNED | (writable ? WRITEABLE : 0);
+    const unsigned int flags = (unsigned int)one->flags;
     if ((flags & needed) != needed || (writable && (flags & WARN_ON_WRITE)) || one->ndim > DIMENSIONS)
         return false;
-    *memory = (Memory){one->data, (uintptr_t)one->dtype, one->ndim, one->shape};
+    *memory = (Memory){one->data, (uintptr_t)one->dtype, one->ndim, one->shape, strided ? one->strides : NULL, 1};
     return true;
 }
 
@@ -167,21 +168,23 @@ static bool is_false(PyObject *method, PyObject *tensor)
     return value == Py_False;
 }
 
-static bool find_torch_memory(PyObject *array, Memory *memory)
+static bool find_torch_memory(PyObject *array, bool strided, Memory *memory)
 {
     DlTensor tensor = {0};
     if (find_tensor(array, &tensor) != 0) {
         PyErr_Clear();
         return false;
     }
-    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || tensor.data == NULL || !is_contiguous(&tensor))
+    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || tensor.data == NULL ||
+        (!strided && !is_contiguous(&tensor)))
         return false;
     /* The memory of a tensor that is negated or conjugated lazily doesn't hold its values. */
     if (tensor.dtype.code == COMPLEX || !is_false(is_neg, array))
         return false;
     uintptr_t dtype = (uintptr_t)tensor.dtype.lanes << 16 | (uintptr_t)tensor.dtype.bits << 8 | tensor.dtype.code;
     *memory = (Memory){
-        (char *)tensor.data + tensor.offset, dtype << 1 | 1, tensor.ndim, (const Py_ssize_t *)(void *)tensor.shape};
+        (char *)tensor.data + tensor.offset, dtype << 1 | 1, tensor.ndim, (const Py_ssize_t *)(void *)tensor.shape,
+        strided ? (const Py_ssize_t *)(void *)tensor.strides : NULL, tensor.dtype.bits / 8};
     return true;
 }
 
@@ -211,10 +214,99 @@ PyObject *set_torch_access(PyObject *module, PyObject *type)
     Py_RETURN_TRUE;
 }
 
-bool find_memory(PyObject *array, bool writable, Memory *memory)
+static bool find_any_memory(PyObject *array, bool writable, bool strided, Memory *memory)
 {
     const PyTypeObject *type = Py_TYPE(array);
     if (type == numpy_type)
-        return find_numpy_memory(array, writable, memory);
-    return type == torch_type && find_torch_memory(array, memory);
+        return find_numpy_memory(array, writable, strided, memory);
+    return type == torch_type && find_torch_memory(array, strided, memory);
+}
+
+bool find_memory(PyObject *array, bool writable, Memory *memory)
+{
+    return find_any_memory(array, writable, false, memory);
+}
+
+/* --- elements that are not contiguous */
+
+bool find_strided_memory(PyObject *array, bool writable, Memory *memory)
+{
+    if (!find_any_memory(array, writable, true, memory) || memory->ndim == 0 || memory->strides == NULL)
+        return false;
+    for (int i = 0; i < memory->ndim; i++) {
+        /* Without elements, or with several at one address. */
+        if (memory->shape[i] == 0 || (memory->shape[i] > 1 && memory->strides[i] == 0))
+            return false;
+    }
+    return true;
+}
+
+Layout copy_layout(const Memory *memory)
+{
+    Layout layout = {.data = memory->data, .ndim = memory->ndim};
+    for (int i = 0; i < memory->ndim; i++) {
+        layout.shape[i] = memory->shape[i];
+        layout.strides[i] = memory->strides[i] * memory->unit;
+    }
+    return layout;
+}
+
+size_t find_extent(const Layout *layout, size_t itemsize, const char **begin)
+{
+    size_t nbytes = itemsize;
+    *begin = layout->data;
+    for (int i = 0; i < layout->ndim; i++) {
+        const Py_ssize_t extent = (layout->shape[i] - 1) * layout->strides[i];
+        *begin += extent < 0 ? extent : 0;
+        nbytes += (size_t)(extent < 0 ? -extent : extent);
+    }
+    return nbytes;
+}
+
+/* Copy one row: the size of an element is a constant in each of the loops. */
+#define COPY_ROW(size)                                                                                                 \
+    case size:                                                                                                         \
+        for (Py_ssize_t i = 0; i < count; i++, strided += stride, packed += (size))                                    \
+            memcpy(packs ? packed : strided, packs ? strided : packed, size);                                          \
+        break;
+
+static inline __attribute__((always_inline)) void copy_row(
+    char *strided, Py_ssize_t stride, char *packed, Py_ssize_t count, size_t itemsize, bool packs)
+{
+    switch (itemsize) {
+        COPY_ROW(1)
+        COPY_ROW(2)
+        COPY_ROW(4)
+        COPY_ROW(8)
+        COPY_ROW(16)
+    default:
+        for (Py_ssize_t i = 0; i < count; i++, strided += stride, packed += itemsize)
+            memcpy(packs ? packed : strided, packs ? strided : packed, itemsize);
+    }
+}
+
+static inline __attribute__((always_inline)) void copy_elements(
+    const Layout *layout, size_t itemsize, char *packed, bool packs)
+{
+    const int last = layout->ndim - 1;
+    const Py_ssize_t count = layout->shape[last];
+    Py_ssize_t indices[DIMENSIONS] = {0};
+    char *row = layout->data;
+    for (int axis = last; axis >= 0; packed += (size_t)count * itemsize) {
+        copy_row(row, layout->strides[last], packed, count, itemsize, packs);
+        for (axis = last - 1; axis >= 0; axis--) {
+            row += layout->strides[axis];
+            if (++indices[axis] < layout->shape[axis])
+                break;
+            row -= layout->shape[axis] * layout->strides[axis];
+            indices[axis] = 0;
+        }
+    }
+}
+
+void pack_elements(const Layout *layout, size_t itemsize, char *to) { copy_elements(layout, itemsize, to, true); }
+
+void unpack_elements(const Layout *layout, size_t itemsize, const char *from)
+{
+    copy_elements(layout, itemsize, (char *)(uintptr_t)from, false);
 }

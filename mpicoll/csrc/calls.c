@@ -22,7 +22,8 @@
 
 enum {
     ENTRIES = 512,
-    WAYS = 4 /* entries that are looked at */
+    WAYS = 4, /* entries that are looked at */
+    MAX_PACKED = 1 << 20 /* bytes of arrays that are not contiguous */
 };
 
 typedef struct Entry Entry;
@@ -405,25 +406,79 @@ static PyObject *start_message(
     return value;
 }
 
+/* An array of a call, whose elements may not be contiguous. */
+typedef struct {
+    bool strided;
+    Layout layout;
+    size_t itemsize;
+    const char *begin;
+    size_t extent;
+} Place;
+
+static void locate_elements(const Memory *memory, size_t nbytes, Place *place)
+{
+    place->strided = memory->strides != NULL;
+    place->begin = memory->data;
+    place->extent = nbytes;
+    if (!place->strided)
+        return;
+    size_t count = 1;
+    for (int i = 0; i < memory->ndim; i++)
+        count *= (size_t)memory->shape[i];
+    place->layout = copy_layout(memory);
+    place->itemsize = nbytes / count;
+    place->extent = find_extent(&place->layout, place->itemsize, &place->begin);
+}
+
+/* Replace the addresses of such arrays by those of contiguous memory, which is returned; NULL with an exception. */
+static char *pack_operands(const Place *input, const Place *result, Operands *operands)
+{
+    const size_t input_bytes = operands->source_bytes + -operands->source_bytes % CACHE_LINE;
+    char *packed = PyMem_Malloc(input_bytes + operands->target_bytes);
+    if (packed == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (input->strided) {
+        pack_elements(&input->layout, input->itemsize, packed);
+        operands->source = packed;
+    }
+    if (result->strided)
+        operands->target = packed + input_bytes;
+    return packed;
+}
+
+/* Find the memory of an array that Python need not look at. */
+static inline bool find_array(PyObject *array, bool writable, Memory *memory)
+{
+    return find_memory(array, writable, memory) || find_strided_memory(array, writable, memory);
+}
+
 /* Carry out a call, or begin it. Returns a new reference to its result, or its request; or NULL: with an exception, or
  * without one if Python has to carry out the call. */
 static PyObject *run_call(
     Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size, bool begins)
 {
     Memory from = {0}, to = {0};
-    if ((x == Py_None && out == Py_None) || (x != Py_None && !find_memory(x, x == out, &from)))
+    if ((x == Py_None && out == Py_None) || (x != Py_None && !find_array(x, x == out, &from)))
         return NULL;
     if (out == x)
         to = from;
-    else if (out != Py_None && !find_memory(out, true, &to))
+    else if (out != Py_None && !find_array(out, true, &to))
         return NULL;
     const Entry *entry = find_entry(calls, key, size, x == Py_None ? NULL : &from, out == Py_None ? NULL : &to);
     if (entry == NULL)
         return NULL;
     if (out == Py_None && entry->has_result && entry->make_result == Py_None)
         return NULL;
+    const bool strided = from.strides != NULL || to.strides != NULL;
+    if (strided && (entry->has_messages || begins || entry->input_bytes + entry->result_bytes > MAX_PACKED))
+        return NULL;
+    Place input, result;
+    locate_elements(&from, entry->input_bytes, &input);
+    locate_elements(&to, entry->result_bytes, &result);
     if (out != Py_None && x != Py_None && !(out == x && entry->in_place) &&
-        overlap(from.data, entry->input_bytes, to.data, entry->result_bytes))
+        overlap(input.begin, input.extent, result.begin, result.extent))
         return NULL;
     /* The table may change while other code runs. */
     PyObject *call = Py_NewRef(entry->call), *carrier = Py_NewRef(entry->carrier), *value = out;
@@ -454,9 +509,15 @@ static PyObject *run_call(
         Py_DECREF(call);
         return request;
     }
+    char *packed = NULL;
+    if (value != NULL && strided && (packed = pack_operands(&input, &result, &operands)) == NULL)
+        Py_CLEAR(value);
     const int status = value == NULL  ? 0
                        : has_messages ? run_messages(calls, (MessageCall *)carrier, call, x, &operands)
                                       : run_in_order(calls, carrier, call, &operands);
+    if (status > 0 && result.strided)
+        unpack_elements(&result.layout, result.itemsize, operands.target);
+    PyMem_Free(packed);
     if (status <= 0)
         Py_CLEAR(value);
     Py_DECREF(carrier);
@@ -521,7 +582,7 @@ static void clear_entry(Entry *entry)
 /* Set what an array of an entry is like. Returns 1, 0 if such arrays are left to Python, -1 with an exception. */
 static int describe_array(PyObject *array, Memory *memory, Kind *kind, size_t *nbytes, PyObject **dtype)
 {
-    if (!find_memory(array, false, memory))
+    if (!find_array(array, false, memory))
         return 0;
     *kind = (Kind){.dtype = memory->dtype, .ndim = memory->ndim};
     /* An array without dimensions may come without a shape. */

@@ -296,11 +296,11 @@ def test_arrays_of_other_kinds_do_not_take_it(comm: mpicoll.Communicator) -> Non
         np.ones(5),
         np.ones((2, 2)),
         np.ones((3, 3)).T,
-        np.ones(8)[::2],
+        np.ones(1 << 19)[::2],
         np.ones(4, ">f8"),
         np.ones(4).view(_Subclass),
         np.frombuffer(b"x" + np.ones(4).tobytes(), np.uint8)[1:].view(np.float64),
-        torch.ones(8, dtype=torch.float64)[::2],
+        torch.ones(1, dtype=torch.float64).expand(4),
         torch.nn.Parameter(torch.ones(4, dtype=torch.float64)),
         negated,
     ]
@@ -320,6 +320,49 @@ def test_arrays_of_other_kinds_do_not_take_it(comm: mpicoll.Communicator) -> Non
     with pytest.raises((mpicoll.ShapeError, mpicoll.DTypeError, ValueError)):
         mpicoll.allreduce(frozen, out=frozen, comm=comm)
     assert repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm), 1) is out
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "complex128"])
+def test_arrays_that_are_not_contiguous_take_it(comm: mpicoll.Communicator, dtype: str) -> None:
+    core, size = core_of(comm), comm.size
+    # Elements that all differ, in three dimensions, and what lies between them.
+    x = np.arange(2 * 3 * 4).reshape(2, 3, 4).astype(dtype)
+    want = x * np.array(size).astype(dtype)
+    places: list[tuple[tuple[int, ...], Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], bool]] = [
+        ((4, 5, 4), lambda whole: whole[::2, 1:4, ::-1], False),
+        ((4, 6, 4), lambda whole: whole[1:3, ::-2, :], False),
+        ((4, 5, 4), lambda whole: whole.transpose(2, 1, 0)[2:, :3, :], False),
+        ((4, 5, 4), lambda whole: whole.transpose(2, 1, 0)[2:, :3, :], dtype != "complex128"),
+    ]
+    for shape, place, tensors in places:
+        whole, given = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        out, passed = place(whole), place(given)
+        passed[...] = x
+        arrays: list[Any] = [x, passed, out]
+        if tensors:
+            arrays = [torch.from_numpy(one) for one in arrays]
+        contiguous, strided, into = arrays
+        for one in (contiguous, strided):
+            into[...] = 0
+            assert repeat(core, partial(mpicoll.allreduce, one, out=into, comm=comm)) is into
+            np.testing.assert_array_equal(out, want)
+        assert np.count_nonzero(whole) == np.count_nonzero(want)
+        got = repeat(core, partial(mpicoll.allreduce, strided, comm=comm))
+        np.testing.assert_array_equal(np.asarray(got), want)
+        np.testing.assert_array_equal(passed, x)
+        # In place, once for each call.
+        for _ in range(2):
+            assert repeat(core, partial(mpicoll.allreduce, strided, out=strided, comm=comm), 1) is strided
+        np.testing.assert_array_equal(passed, want * np.array(size).astype(dtype))
+
+
+def test_arrays_that_are_not_contiguous_and_overlap(comm: mpicoll.Communicator) -> None:
+    core, size = core_of(comm), comm.size
+    whole = np.arange(10.0)
+    repeat(core, partial(mpicoll.allreduce, whole[::2], out=np.empty(5), comm=comm))
+    mpicoll.allreduce(whole[:5], out=whole[::2], comm=comm)
+    assert not is_last_short(core)
+    assert whole.tolist() == [0, 1, size, 3, 2 * size, 5, 3 * size, 7, 4 * size, 9]
 
 
 def test_arguments_that_are_equal_but_not_alike_do_not_take_it(comm: mpicoll.Communicator) -> None:
