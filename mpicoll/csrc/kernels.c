@@ -130,7 +130,8 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #pragma GCC pop_options
 #endif
 
-/* Only halves, for which there is more to do than to wait for memory. */
+/* Only halves, for which there is more to do than to wait for memory, and the sums that are large most often: where the
+ * operands lie in the second cache, or in that of another core, they take a fifth to a third less time. */
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
 #else
@@ -141,6 +142,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #define VECTOR_BYTES 64UL
 #include "kernels_vectors.h"
 HALF_KERNELS(float16)
+EACH_FLOAT(SUM_KERNELS)
 #undef LEVEL
 #undef VECTOR_BYTES
 #if defined(__clang__)
@@ -152,13 +154,18 @@ HALF_KERNELS(float16)
 #define COLUMN_HALF(half)                                                                                              \
     {[SUM] = avx512_reduce_sum_##half, [PROD] = avx512_reduce_prod_##half, [AVG] = avx512_reduce_avg_##half,           \
      [MIN] = avx512_reduce_min_##half, [MAX] = avx512_reduce_max_##half}
-#define COLUMN_STREAMS(half) {[SUM] = avx512_reduce_sum_##half##_stream, [AVG] = avx512_reduce_avg_##half##_stream}
+#define COLUMN_SUMS(type) {[SUM] = avx512_reduce_sum_##type, [AVG] = avx512_reduce_avg_##type}
+#define COLUMN_STREAMS(type) {[SUM] = avx512_reduce_sum_##type##_stream, [AVG] = avx512_reduce_avg_##type##_stream}
 
-static const ReduceKernel avx512_table[][OPS] = {COLUMN_HALF(float16), COLUMN_HALF(bfloat16)};
-static const ReduceKernel avx512_streams[][OPS] = {COLUMN_STREAMS(float16), COLUMN_STREAMS(bfloat16)};
-_Static_assert(BFLOAT16 == FLOAT16 + 1, "the order of the columns");
-
-static int is_half(DTypeName dtype) { return dtype == FLOAT16 || dtype == BFLOAT16; }
+/* NULL: there is none. */
+static const ReduceKernel avx512_table[DTYPES][OPS] = {[FLOAT16] = COLUMN_HALF(float16),
+                                                       [BFLOAT16] = COLUMN_HALF(bfloat16),
+                                                       [FLOAT32] = COLUMN_SUMS(float),
+                                                       [FLOAT64] = COLUMN_SUMS(double)};
+static const ReduceKernel avx512_streams[DTYPES][OPS] = {[FLOAT16] = COLUMN_STREAMS(float16),
+                                                         [BFLOAT16] = COLUMN_STREAMS(bfloat16),
+                                                         [FLOAT32] = COLUMN_STREAMS(float),
+                                                         [FLOAT64] = COLUMN_STREAMS(double)};
 
 /* The registers that the operating system saves: XCR0. */
 static uint64_t saved_registers(void)
@@ -183,16 +190,16 @@ static Level find_level(void)
 
 static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
 {
-    if (level == AVX512 && is_half(dtype))
-        return avx512_table[dtype - FLOAT16][op];
+    if (level == AVX512 && avx512_table[dtype][op] != NULL)
+        return avx512_table[dtype][op];
     return level == BASE ? base_table[op][dtype] : avx2_table[op][dtype];
 }
 
 static ReduceKernel choose_streaming(OpName op, DTypeName dtype, Level level)
 {
-    ReduceKernel streams =
-        level == AVX512 && is_half(dtype) ? avx512_streams[dtype - FLOAT16][op] : avx2_streams[op][dtype];
-    return level == BASE || streams == NULL ? choose(op, dtype, level) : streams;
+    if (level == AVX512 && avx512_streams[dtype][op] != NULL)
+        return avx512_streams[dtype][op];
+    return level == BASE || avx2_streams[op][dtype] == NULL ? choose(op, dtype, level) : avx2_streams[op][dtype];
 }
 #else
 static Level find_level(void) { return BASE; }

@@ -20,12 +20,15 @@ EACH_UNSIGNED(UNSIGNED_KERNELS)
     NUMBER_KERNEL(DEFINE_KERNEL, max, type, max, keep)
 EACH_INTEGER(EXTREME_KERNELS)
 
-#define FLOAT_KERNELS(type, mask)                                                                                      \
+#define SUM_KERNELS(type, mask)                                                                                        \
     NUMBER_KERNEL(DEFINE_KERNEL, sum, type, sum, keep)                                                                 \
-    NUMBER_KERNEL(DEFINE_KERNEL, prod, type, prod, keep)                                                               \
     NUMBER_KERNEL(DEFINE_KERNEL, avg, type, sum, divide)                                                               \
     NUMBER_KERNEL(DEFINE_STREAM, sum, type, sum, keep)                                                                 \
-    NUMBER_KERNEL(DEFINE_STREAM, avg, type, sum, divide)                                                               \
+    NUMBER_KERNEL(DEFINE_STREAM, avg, type, sum, divide)
+
+#define FLOAT_KERNELS(type, mask)                                                                                      \
+    SUM_KERNELS(type, mask)                                                                                            \
+    NUMBER_KERNEL(DEFINE_KERNEL, prod, type, prod, keep)                                                               \
     EXTREME_KERNELS(type, mask)
 EACH_FLOAT(FLOAT_KERNELS)
 
