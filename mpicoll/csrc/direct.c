@@ -22,6 +22,7 @@
 
 enum {
     SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
+    STREAM_WIDTH = 8 * 1024, /* of pieces that are copied from the nearest cache to several outputs */
     WRITE_BYTES = 1 << 20 /* to private memory of another rank, which may have to wait until they are written */
 };
 
@@ -96,7 +97,7 @@ static int allocate(const Collective *one)
         return -1;
     const size_t threads = steps->threads > 1 ? min_size((size_t)steps->threads, MAX_THREADS) : 1;
     const size_t piece_bytes = threads * one->access_width;
-    if (one->reads_memory && one->access > ACCESS_MOVES && made->piece_bytes < piece_bytes) {
+    if ((one->reads_memory || one->streams) && one->access > ACCESS_MOVES && made->piece_bytes < piece_bytes) {
         free(made->pieces);
         made->pieces = malloc(size * piece_bytes);
         made->piece_bytes = made->pieces == NULL ? 0 : piece_bytes;
@@ -246,17 +247,27 @@ static void reduce_share_in_segments(const void *task, int share, size_t begin, 
     const int rank = one->steps->rank, size = one->steps->size;
     const void **parts = get_parts(one, share);
     const bool writes = one->access == ACCESS_VECTOR && one->everywhere;
-    for (size_t start = begin; start < end; start += one->access_width) {
-        const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
+    /* A piece of a large result is copied to each output from a cache: stores to one of them, from which the others are
+     * copied, would first read its memory. The inputs of the next piece are fetched meanwhile. */
+    const bool apart = writes && one->streams;
+    char *piece = apart ? one->steps->locations->pieces + (size_t)share * (size_t)size * one->access_width : NULL;
+    const size_t width = apart ? min_size(STREAM_WIDTH, one->access_width) : one->access_width;
+    for (size_t start = begin; start < end; start += width) {
+        const size_t nbytes = min_size(width, end - start), at = whole->origin + start;
         for (int peer = 0; peer < size; peer++)
             parts[peer] = (peer == rank ? whole->source : get_source(one, peer)) + at;
-        char *result = whole->target + start;
+        char *result = apart ? piece : whole->target + start;
         (writes ? one->reduce : one->reduce_out)(result, parts, size, nbytes / one->itemsize);
         for (int peer = 0; peer < size && writes; peer++) {
-            if (peer != rank)
-                (one->streams ? stream : copy)(get_target(one, peer) + at, result, nbytes);
+            if (apart)
+                stream_and_fetch(peer == rank ? whole->target + start : get_target(one, peer) + at, result, nbytes,
+                                 (const char *)parts[peer] + (start + width < end ? width : 0));
+            else if (peer != rank)
+                copy(get_target(one, peer) + at, result, nbytes);
         }
     }
+    if (apart)
+        end_streams();
 }
 
 /* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. */

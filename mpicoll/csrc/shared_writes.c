@@ -58,18 +58,27 @@ enum {
     STREAMED_WRITES = 64  /* until ordinary stores are tried again */
 };
 
-void stream(char *to, const char *from, size_t nbytes)
+void stream_and_fetch(char *to, const char *from, size_t nbytes, const char *next)
 {
     const size_t odd = -(uintptr_t)to & (LINE - 1), head = odd < nbytes ? odd : nbytes;
     memcpy(to, from, head);
     to += head, from += head, nbytes -= head;
-    for (; nbytes >= LINE; to += LINE, from += LINE, nbytes -= LINE) {
+    for (; nbytes >= LINE; to += LINE, from += LINE, nbytes -= LINE, next += LINE) {
+        __builtin_prefetch(next);
         for (int at = 0; at < LINE; at += 16)
             _mm_stream_si128((__m128i *)(void *)(to + at), _mm_loadu_si128((const __m128i *)(const void *)(from + at)));
     }
     memcpy(to, from, nbytes);
-    /* Streaming stores are ordered neither by the release of a flag nor by other stores. */
-    _mm_sfence();
+}
+
+/* Streaming stores are ordered neither by the release of a flag nor by other stores. */
+void end_streams(void) { _mm_sfence(); }
+
+void stream(char *to, const char *from, size_t nbytes)
+{
+    /* What is in the cache is fetched at once. */
+    stream_and_fetch(to, from, nbytes, from);
+    end_streams();
 }
 
 /* Copy by ordinary stores, and return true if these are slow. */
@@ -106,6 +115,14 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 }
 #else
 void stream(char *to, const char *from, size_t nbytes) { store(to, from, nbytes); }
+
+void stream_and_fetch(char *to, const char *from, size_t nbytes, const char *next)
+{
+    (void)next;
+    store(to, from, nbytes);
+}
+
+void end_streams(void) {}
 
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {

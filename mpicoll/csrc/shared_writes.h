@@ -17,4 +17,9 @@ void stream(char *to, const char *from, size_t nbytes);
 /* The same, in several threads if that is faster. */
 void stream_in_threads(const Steps *steps, char *to, const char *from, size_t nbytes);
 
+/* Copy around the caches, and fetch `nbytes` bytes from `next` meanwhile. What has been written is visible to other
+ * ranks after end_streams. */
+void stream_and_fetch(char *to, const char *from, size_t nbytes, const char *next);
+void end_streams(void);
+
 #endif
