@@ -28,6 +28,8 @@ class Steps:
     first: int
     last: int
     streamed_writes: int
+    stored_writes: int
+    slow_ticks: int
     unreadable_rank: int
     threads: int
     different_step: int

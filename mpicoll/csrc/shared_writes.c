@@ -8,12 +8,14 @@
  *
  * Which cores a rank and its readers run on is not known, and changes in a virtual machine. So a rank times its
  * ordinary writes; while they are slow it writes around the caches, with an ordinary write from time to time. Others
- * need not know how it writes.
+ * need not know how it writes. It times the streaming stores, too: where other programs use the memory, both are slow,
+ * and these gain less than their reader loses.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include "shared_writes.h"
 
+#include <limits.h>
 #include <string.h>
 
 #include "workers.h"
@@ -55,7 +57,9 @@ enum {
     STREAM_AT = 8 * 1024, /* bytes; the first lines of a shorter write are not waited for */
     SLOW_TICKS = 16,      /* of the processor's counter for a line: 5 to 8 ns */
     SLOW_WRITES = 3,      /* in a row: one may have been interrupted */
-    STREAMED_WRITES = 64  /* until ordinary stores are tried again */
+    STREAMED_WRITES = 64, /* until ordinary stores are tried again */
+    STREAM_GAIN = 2,      /* times as fast as ordinary stores, at least */
+    STORED_WRITES = 256   /* after which streaming stores, which were not, are tried again */
 };
 
 void stream_and_fetch(char *to, const char *from, size_t nbytes, const char *next)
@@ -81,12 +85,25 @@ void stream(char *to, const char *from, size_t nbytes)
     end_streams();
 }
 
-/* Copy by ordinary stores, and return true if these are slow. */
-static bool copy_slowly(const Steps *steps, char *to, const char *from, size_t nbytes)
+/* Copy by `write`, and return the ticks for a line. */
+static unsigned time_write(const Steps *steps, const Write *whole, size_t nbytes)
 {
     const unsigned long long begin = __rdtsc();
-    const size_t threads = write_in_threads(steps, &(Write){store, to, from}, nbytes);
-    return (__rdtsc() - begin) / SLOW_TICKS >= nbytes / threads / LINE;
+    const size_t threads = write_in_threads(steps, whole, nbytes);
+    const unsigned long long ticks = (__rdtsc() - begin) * threads / (nbytes / LINE + 1);
+    return ticks < UINT_MAX ? (unsigned)ticks : UINT_MAX;
+}
+
+/* Copy by streaming stores, and end these if they have not been fast enough several times. */
+static void write_streaming(Steps *steps, char *to, const char *from, size_t nbytes)
+{
+    const unsigned ticks = time_write(steps, &(Write){stream, to, from}, nbytes);
+    if (steps->slow_ticks == 0 || ticks <= steps->slow_ticks / STREAM_GAIN) {
+        steps->slow_streams = 0;
+    } else if (++steps->slow_streams == SLOW_WRITES) {
+        steps->slow_streams = steps->slow_writes = steps->streamed_writes = 0;
+        steps->stored_writes = STORED_WRITES;
+    }
 }
 
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
@@ -98,20 +115,29 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
     }
     if (steps->streamed_writes > 0) {
         steps->streamed_writes--;
+    } else if (steps->stored_writes > 0) {
+        steps->stored_writes--;
+        write_in_threads(steps, &(Write){store, to, from}, nbytes);
+        return;
     } else {
         /* While ordinary stores are known to be slow, only as much as it takes to see whether they still are. */
         tried = steps->slow_writes < SLOW_WRITES ? nbytes : STREAM_AT;
-        if (!copy_slowly(steps, to, from, tried)) {
+        const unsigned ticks = time_write(steps, &(Write){store, to, from}, tried);
+        if (ticks < SLOW_TICKS) {
             steps->slow_writes = 0;
             write_in_threads(steps, &(Write){store, to + tried, from + tried}, nbytes - tried);
             return;
         }
+        /* The fastest of the slow ones: others may have been interrupted. */
+        if (steps->slow_writes == 0 || ticks < steps->slow_ticks)
+            steps->slow_ticks = ticks;
         if (steps->slow_writes < SLOW_WRITES)
             steps->slow_writes++;
         if (steps->slow_writes == SLOW_WRITES)
             steps->streamed_writes = STREAMED_WRITES;
     }
-    write_in_threads(steps, &(Write){stream, to + tried, from + tried}, nbytes - tried);
+    if (tried < nbytes)
+        write_streaming(steps, to + tried, from + tried, nbytes - tried);
 }
 #else
 void stream(char *to, const char *from, size_t nbytes) { store(to, from, nbytes); }

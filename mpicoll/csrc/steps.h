@@ -81,6 +81,9 @@ typedef struct {
     struct Locations *locations;
     unsigned streamed_writes; /* to come, before ordinary stores to memory of other ranks are tried again */
     unsigned slow_writes;     /* by ordinary stores, the last ones in a row */
+    unsigned slow_ticks;      /* for a line of these; 0: there has been none */
+    unsigned slow_streams;    /* streamed writes that were not faster, the last ones in a row */
+    unsigned stored_writes;   /* to come, before streaming stores are tried again */
 } Steps;
 
 static inline int get_parity(const Steps *steps) { return (int)(steps->step & 1); }

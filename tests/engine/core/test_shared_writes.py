@@ -62,7 +62,7 @@ def test_results_are_the_same(size: int, count: int) -> None:
         arena = _arena()
         arena.streamed_writes = 0
         expected = _run(count)
-        arena.streamed_writes = MANY
+        arena.streamed_writes, arena.slow_ticks = MANY, 0
         got = _run(count)
         left = arena.streamed_writes
         arena.streamed_writes = 0
@@ -133,6 +133,22 @@ def test_large_results_are_right(registered: bool) -> None:
         assert (x == values * 3).all()
 
     mpicoll.run_local(body, 2)
+
+
+@pytest.mark.extension
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have ordinary stores only")
+def test_streaming_stores_end_where_they_are_not_faster() -> None:
+    def body() -> tuple[int, bool]:
+        arena = _arena()
+        x = np.arange(4096.0)
+        arena.stored_writes = 0
+        arena.streamed_writes = 40
+        arena.slow_ticks = 1  # none is as fast
+        for _ in range(9):
+            assert (mpicoll.allreduce(x, algorithm="shm_pipelined") == 2 * x).all()
+        return arena.streamed_writes, arena.stored_writes > 200
+
+    assert mpicoll.run_local(body, 2) == [(0, True)] * 2
 
 
 @pytest.mark.extension
