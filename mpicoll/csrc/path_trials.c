@@ -11,7 +11,8 @@
  *
  * What is timed is the whole call, waits included. A rank that has no result may write for the next call while others
  * still read for this one: what it waits for then belongs to the time of a call in a series of them, which is that of
- * the slowest rank. It differs from call to call, so the mean of most calls counts, not the least.
+ * the slowest rank. It differs from call to call, so the mean of most calls counts, not the least; and the lesser mean
+ * of two rounds, since other programs may disturb a whole round.
  *
  * A rank that expects the slots writes its first piece before the step in which the ranks choose. If all have, that
  * step is also the one of the first piece, so the choice takes no time. A call reads only if no rank has.
@@ -103,8 +104,10 @@ bool choose_reads(PathTrials *trials, const int64_t *posted, int size)
     }
     const uint32_t place = call - find_round(call); /* in the round */
     if (place == 0) {
-        trials->timed[0] = trials->timed[1] = 0;
-        trials->typical[0] = trials->typical[1] = 0;
+        for (int path = 0; path < 2; path++) {
+            trials->former[path] = trials->measured[path];
+            trials->timed[path] = trials->measured[path] = trials->typical[path] = 0;
+        }
     }
     const bool chosen = place < trials->tries ? false : place < 2 * trials->tries ? true : reads < slots;
     trials->call = count_call(call);
@@ -136,10 +139,12 @@ static uint32_t find_typical(const uint32_t *times, uint32_t count)
 
 void end_trial(PathTrials *trials)
 {
-    uint32_t *timed = &trials->timed[trials->reads];
-    if (!trials->is_timed || *timed == MOST_TRIES)
+    const int path = trials->reads;
+    if (!trials->is_timed || trials->timed[path] == MOST_TRIES)
         return;
     const int64_t units = (read_nanoseconds() - trials->begin) / UNIT + 1;
-    trials->times[trials->reads][(*timed)++] = units < LONGEST ? (uint32_t)units : LONGEST;
-    trials->typical[trials->reads] = find_typical(trials->times[trials->reads], *timed);
+    trials->times[path][trials->timed[path]++] = units < LONGEST ? (uint32_t)units : LONGEST;
+    const uint32_t measured = find_typical(trials->times[path], trials->timed[path]), former = trials->former[path];
+    trials->measured[path] = measured;
+    trials->typical[path] = former != 0 && former < measured ? former : measured;
 }

@@ -15,7 +15,9 @@ typedef struct {
     uint32_t call;     /* number of the next call, as rank 0 counts */
     uint32_t timed[2]; /* calls in this round, through the slots and by reads */
     uint32_t times[2][MOST_TRIES]; /* of these */
-    uint32_t typical[2]; /* time of a call of each path; 0: none has been timed */
+    uint32_t measured[2]; /* typical time of a call of each path in this round; 0: none has been timed */
+    uint32_t former[2];   /* the same in the previous round */
+    uint32_t typical[2];  /* the lesser one; 0: none has been timed in this round */
     int64_t begin;     /* of the running call */
     bool is_timed;     /* the running call */
     bool reads;        /* the running call */
