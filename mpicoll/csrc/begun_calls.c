@@ -1,9 +1,15 @@
 /* Nonblocking collectives that are begun in the caller's thread.
  *
- * A call of one step is begun by writing this rank's data to a slot, and its word (steps.c). No rank is waited for:
- * where one would have to be, Python starts the call in its queue. It is completed when the words of all ranks have
- * been seen, by a thread of the program that waits for it, or tests it; by the next call that is not begun in this way,
- * before that; or, if none of these comes soon, by the thread of the queue. Each holds the lock of the queue.
+ * A call of one step is begun by writing this rank's data to a slot, and its word (steps.c). No rank is waited for. It
+ * is completed when the words of all ranks have been seen, by a thread of the program that waits for it, or tests it;
+ * by the next call that is not begun in this way, before that; or, if none of these comes soon, by the thread of the
+ * queue. Each holds the lock of the queue.
+ *
+ * Other calls are deferred: nothing of them is done before they are completed, in the same ways, except that a test
+ * leaves them to the thread of the queue, since they may have to wait for other ranks. These are calls of several steps,
+ * calls in which ranks may access each other's arrays, those that would have to wait for a rank before they write to a
+ * slot, and all that follow a deferred one. To wake the thread of the queue, which then competes with this one for the
+ * interpreter lock, takes several times as long as many of these calls.
  *
  * Calls are completed in the order in which they were begun, and none before a thread needs that one or a later one: to
  * wait for the ranks that have yet to begin a call may be a deadlock.
@@ -45,11 +51,12 @@ struct BegunCall {
     PyObject *failure;         /* an operation of the queue, which raises the error; NULL: there is none */
     const char *source;
     char *target;
-    unsigned long long number; /* among the collectives of the communicator */
+    unsigned long long number; /* among the collectives of the communicator; 0: of a deferred one that has not begun */
     uint64_t begin;            /* nanoseconds of the monotonic clock */
     uint32_t step;
     int record;
     State state;
+    bool deferred; /* it has no step before it is completed */
     bool counted; /* among the calls that no thread attends to */
 };
 
@@ -143,11 +150,28 @@ static int count_independent(const Calls *calls, const BegunCall *one)
     return most;
 }
 
-/* Return true if a call can be begun now; false, or with an exception, if it can't. Completes earlier ones if they are
- * in the way and other ranks have begun them. The lock is held. */
-static bool make_way(Calls *calls, const BegunCall *one)
+/* Return true if a step comes before the data of a call leaves this rank, or the call has several. */
+static bool has_more_steps(const Collective *one)
 {
-    const Collective *collective = one->collective;
+    return !is_one_step(one) || tries_direct(one) || one->reads_memory || one->source_bytes > MAX_BYTES ||
+           one->target_bytes > MAX_BYTES;
+}
+
+static bool is_behind_deferred(const Calls *calls)
+{
+    return calls->begun_count > 0 && calls->begun[calls->begun_count - 1]->deferred;
+}
+
+/* Return true if the step of a call can be begun now; false, or with an exception, if it can't. Completes earlier ones
+ * if they are in the way and other ranks have begun them. The lock is held. */
+static bool make_way(Calls *calls, BegunCall *one)
+{
+    Collective *collective = one->collective;
+    if (has_more_steps(collective) || is_behind_deferred(calls))
+        return false;
+    if (collective->text == NULL)
+        describe_call(calls, collective, one->call);
+    one->text = Py_XNewRef(collective->text);
     Steps *steps = collective->steps;
     const bool alone = !is_in_ring(collective);
     const int most = count_independent(calls, one);
@@ -157,24 +181,10 @@ static bool make_way(Calls *calls, const BegunCall *one)
         if (complete_begun_call(calls) < 0)
             return false;
     }
-    steps->call.text = collective->text;
+    steps->call.text = one->text;
     const bool can = can_begin(steps, alone);
     steps->call.text = NULL;
     return can;
-}
-
-/* Return true if calls by `carrier` may be begun. Makes its description where there is none. */
-static bool is_beginnable(const Calls *calls, PyObject *carrier, PyObject *call)
-{
-    if (is_native_call(carrier))
-        return false;
-    Collective *one = (Collective *)carrier;
-    if (!is_one_step(one) || tries_direct(one) || one->reads_memory || one->source_bytes > MAX_BYTES ||
-        one->target_bytes > MAX_BYTES)
-        return false;
-    if (one->text == NULL)
-        describe_call(calls, one, call);
-    return one->text != NULL;
 }
 
 static BegunCall *make_begun_call(
@@ -187,7 +197,6 @@ static BegunCall *make_begun_call(
     one->calls = (Calls *)Py_NewRef((PyObject *)calls);
     one->collective = (Collective *)Py_NewRef(carrier);
     one->call = Py_NewRef(call);
-    one->text = Py_NewRef(one->collective->text);
     one->x = Py_NewRef(x);
     one->value = Py_NewRef(value);
     one->source = operands->source;
@@ -195,31 +204,43 @@ static BegunCall *make_begun_call(
     return one;
 }
 
+/* Give a call its number among the collectives, and begin its record. The caller drops the `old` references. */
+static void number_call(Calls *calls, BegunCall *one, uint64_t now, References *old)
+{
+    one->number = ++calls->lock->number;
+    References own = {.group = Py_NewRef(calls->group), .call = Py_NewRef(one->call),
+                      .thread = PyThread_get_thread_ident()};
+    one->record = begin_record(now, one->number, &one->collective->summary, &own, old);
+}
+
 PyObject *begin_in_order(
     Calls *calls, PyObject *carrier, PyObject *call, PyObject *x, PyObject *value, const Operands *operands)
 {
-    if (!recording || !calls->enabled || calls->queue == NULL || !is_beginnable(calls, carrier, call))
+    if (!recording || !calls->enabled || calls->queue == NULL || is_native_call(carrier))
         return NULL;
     BegunCall *one = make_begun_call(calls, carrier, call, x, value, operands);
     if (one == NULL)
         return NULL;
     QueueLock *lock = calls->lock;
     bool begins = PyObject_Size(calls->pending) == 0 && try_to_lock(lock);
-    if (begins && !make_way(calls, one)) {
-        unlock(lock);
-        begins = false;
+    if (begins) {
+        one->deferred = !make_way(calls, one);
+        if (PyErr_Occurred() || calls->begun_count == MAX_BEGUN) {
+            unlock(lock);
+            begins = false;
+        }
     }
     if (!begins) {
         Py_DECREF((PyObject *)one);
         return NULL;
     }
-    one->number = ++lock->number;
     one->begin = read_clock();
-    References own = {.group = Py_NewRef(calls->group), .call = Py_NewRef(call), .thread = PyThread_get_thread_ident()};
-    References old;
-    one->record = begin_record(one->begin, one->number, &one->collective->summary, &own, &old);
-    start_step(one);
-    calls->begins_alone = !is_in_ring(one->collective);
+    References old = {0};
+    if (!one->deferred) {
+        number_call(calls, one, one->begin, &old);
+        start_step(one);
+        calls->begins_alone = !is_in_ring(one->collective);
+    }
     list_call(calls, one);
     unlock(lock);
     set_counted(one, true);
@@ -260,7 +281,7 @@ static void begin_again(Calls *calls, const Steps *steps)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    for (int i = 0; i < calls->begun_count && !steps->unusable; i++)
+    for (int i = 0; i < calls->begun_count && !calls->begun[i]->deferred && !steps->unusable; i++)
         start_step(calls->begun[i]);
     PyErr_Restore(type, value, traceback);
 }
@@ -274,19 +295,30 @@ static void read_data(const BegunCall *one)
     acquire_gil(collective->steps);
 }
 
+static int complete_begun_step(const BegunCall *one)
+{
+    Steps *steps = one->collective->steps;
+    steps->first = steps->step - 1;
+    if (complete_step(steps, one->step) < 0)
+        return -1;
+    read_data(one);
+    return 0;
+}
+
 int complete_begun_call(Calls *calls)
 {
     BegunCall *one = calls->begun[0];
     Steps *steps = one->collective->steps;
     set_counted(one, false);
+    References old = {0};
+    if (one->deferred)
+        number_call(calls, one, read_clock(), &old);
     calls->running.record = one->record;
     calls->completes = true;
     steps->running = &calls->running;
-    steps->call = (Kept){one->call, one->text, one->number};
-    steps->first = steps->step - 1;
-    int status = complete_step(steps, one->step);
-    if (status == 0)
-        read_data(one);
+    /* A deferred call waits for all ranks in each step: it would be too late for an error after it. */
+    steps->call = one->deferred ? (Kept){0} : (Kept){one->call, one->text, one->number};
+    int status = one->deferred ? run_operation(one->collective, one->source, one->target) : complete_begun_step(one);
     steps->running = NULL;
     steps->call = (Kept){0};
     unlist_call(calls);
@@ -309,6 +341,7 @@ int complete_begun_call(Calls *calls)
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (status < 0)
         PyErr_Fetch(&type, &value, &traceback);
+    drop_references(&old);
     Py_DECREF(x);
     Py_DECREF((PyObject *)one);
     if (status < 0)
@@ -325,6 +358,13 @@ int complete_begun_calls(Calls *calls)
     return 0;
 }
 
+/* Return 1 if the oldest call can be completed without waiting, 0 if not, -1 if that is not known before. */
+static int test_oldest(const Calls *calls)
+{
+    const BegunCall *oldest = calls->begun[0];
+    return oldest->deferred ? -1 : test_begun_step(oldest->collective->steps);
+}
+
 /* Complete a call, and those before it, as far as that takes no wait. */
 static PyObject *test_begun_call(PyObject *self, PyObject *unused)
 {
@@ -333,12 +373,12 @@ static PyObject *test_begun_call(PyObject *self, PyObject *unused)
     Calls *calls = one->calls;
     if (one->state == PENDING && !calls->refuses && try_to_lock(calls->lock)) {
         int found = 1, status = 0;
-        while (one->state == PENDING && status == 0 && (found = test_begun_step(one->collective->steps)) == 1)
+        while (one->state == PENDING && status == 0 && (found = test_oldest(calls)) == 1)
             status = complete_begun_call(calls);
         unlock(calls->lock);
         if (status < 0)
             return NULL;
-        if (found < 0) { /* the ranks meet, which may take long */
+        if (found < 0) { /* the ranks meet, or carry out the whole call, which may take long */
             PyObject *none = PyObject_CallMethod(calls->queue, "conclude_begun", NULL);
             if (none == NULL)
                 return NULL;
@@ -440,6 +480,14 @@ PyObject *attend_to_begun(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+int count_deferred(const Calls *calls)
+{
+    int count = 0;
+    for (int i = 0; i < calls->begun_count; i++)
+        count += calls->begun[i]->number == 0;
+    return count;
+}
+
 PyObject *fail_begun(PyObject *self, PyObject *make_failure)
 {
     Calls *calls = (Calls *)self;
@@ -450,7 +498,8 @@ PyObject *fail_begun(PyObject *self, PyObject *make_failure)
         set_counted(one, false);
         one->failure = PyObject_CallFunctionObjArgs(make_failure, one->call, NULL);
         one->state = FAILED;
-        end_record(one->record, read_clock(), RECORD_FAILED);
+        if (!one->deferred)
+            end_record(one->record, read_clock(), RECORD_FAILED);
         const bool failed = one->failure == NULL;
         Py_DECREF((PyObject *)one);
         if (failed)
@@ -516,9 +565,21 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"call", T_OBJECT, offsetof(BegunCall, call), READONLY, "The description of the call."},
-    {"number", T_ULONGLONG, offsetof(BegunCall, number), READONLY, "Number among the communicator's collectives."},
     {NULL, 0, 0, 0, NULL},
 };
+
+static PyObject *get_number(PyObject *self, void *unused)
+{
+    (void)unused;
+    const BegunCall *one = (BegunCall *)self;
+    unsigned long long number = one->number;
+    if (number == 0) { /* it follows the earlier ones in the list */
+        number = one->calls->lock->number + 1;
+        for (int i = 0; i < one->calls->begun_count && one->calls->begun[i] != one; i++)
+            number += one->calls->begun[i]->number == 0;
+    }
+    return PyLong_FromUnsignedLongLong(number);
+}
 
 static PyObject *get_awaited(PyObject *self, void *unused)
 {
@@ -536,6 +597,7 @@ static PyObject *get_limit(PyObject *self, void *unused)
 static PyGetSetDef attributes[] = {
     {"awaited", get_awaited, NULL, "The queue and the description of the call.", NULL},
     {"limit", get_limit, NULL, "Seconds that the call may take.", NULL},
+    {"number", get_number, NULL, "Number among the communicator's collectives.", NULL},
     {"done", get_done, NULL, "True if the call has completed, or has failed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -19,6 +19,9 @@ PyObject *begin_in_order(
 int complete_begun_call(Calls *calls);
 int complete_begun_calls(Calls *calls);
 
+/* Return the number of begun calls of which nothing has been done yet: they have no number among the collectives. */
+int count_deferred(const Calls *calls);
+
 /* Methods of Calls. */
 PyObject *complete_oldest(PyObject *self, PyObject *unused);
 PyObject *complete_handed_over(PyObject *self, PyObject *unused);

@@ -784,6 +784,18 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyObject *get_deferred(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(count_deferred((const Calls *)self));
+}
+
+static PyGetSetDef attributes[] = {
+    {"deferred", get_deferred, NULL,
+     "Number of begun calls of which nothing has been done yet, and which have no number.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Calls(lock, queue, pending, group)\n--\n\nThe repeated calls of a communicator."},
     {Py_tp_init, init_calls},
@@ -792,6 +804,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, clear_calls},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
+    {Py_tp_getset, attributes},
     {0, NULL},
 };
 

@@ -764,11 +764,16 @@ void end_failed(Steps *steps)
     raise_interrupt(steps);
 }
 
-int carry_out_collective(const Collective *one, const char *source, char *target)
+int run_operation(const Collective *one, const char *source, char *target)
 {
     one->steps->signature = one->signature;
     one->steps->first = one->steps->step;
-    int status = run_on(one, source, target);
+    return run_on(one, source, target);
+}
+
+int carry_out_collective(const Collective *one, const char *source, char *target)
+{
+    int status = run_operation(one, source, target);
     return status == 0 ? raise_interrupt(one->steps) : status;
 }
 

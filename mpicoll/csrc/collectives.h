@@ -165,6 +165,9 @@ void free_collective(PyObject *self);
 /* Carry out a collective as an operation, on this rank's input and output. Returns -1 with an exception. */
 int carry_out_collective(const Collective *one, const char *source, char *target);
 
+/* The same, but leave an exception of a signal handler to `raise_interrupt`. */
+int run_operation(const Collective *one, const char *source, char *target);
+
 extern PyType_Spec collective_spec;
 
 #endif

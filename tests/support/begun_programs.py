@@ -15,8 +15,8 @@ import numpy as np
 
 import mpicoll
 
-COUNTS = (0, 1, 5, 60, 128, 700, 9000)
-"""Elements of 8 bytes of a rank's block: for small slots, ring slots, slots, and alone in a slot."""
+COUNTS = (0, 1, 5, 60, 128, 700, 9000, 40_000)
+"""Elements of 8 bytes of a rank's block: for small slots, ring slots, slots, alone in a slot, and deferred."""
 
 AHEAD = ("bcast", "scatter", "gather", "reduce", "scan")
 """Blocking calls after which a rank may go on before others have begun them."""

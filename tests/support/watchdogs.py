@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,12 @@ def until(condition: Callable[[], bool]) -> None:
 class FakeQueue:
     """A queue whose current operation is set by the test."""
 
-    number, thread, background = 1, 0, True
+    number, queued, thread, background = 1, 0, 0, True
     executing = Executing()
 
     def __init__(self, current: EntryTuple | None = None) -> None:
         self.current = current
         self.group = Group("0.0", "world", (0, 1), 1, 60.0)
-        self.pending: deque[Any] = deque()
 
     def drain(self, timeout: float) -> bool:
         return True

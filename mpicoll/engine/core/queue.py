@@ -329,6 +329,11 @@ class OperationQueue:
         """True if calls have been begun and not completed."""
         return self.calls is not None and self.calls.begun > 0
 
+    @property
+    def queued(self) -> int:
+        """Number of the collectives that come next, and have no number yet."""
+        return len(self.pending) + (0 if self.calls is None else self.calls.deferred)
+
     def run_pending(self) -> None:
         """Complete all calls that were begun, and run all queued operations. The lock is held."""
         while self.pending or self.has_begun:
@@ -488,7 +493,8 @@ class OperationQueue:
         """Describe the collective of `operation` and its progress after `seconds`."""
         queue, running = self.pending.copy(), self.current
         if isinstance(operation, QueuedOperation):
-            number = self.number + 1 + queue.index(operation) if operation in queue else self.number
+            deferred = 0 if self.calls is None else self.calls.deferred
+            number = self.number + deferred + 1 + queue.index(operation) if operation in queue else self.number
             waits = operation in queue
         else:
             number = operation.number
@@ -627,8 +633,8 @@ class OperationQueue:
     def retire(self) -> None:
         """Record the final position of the communicator, on which the program makes no more calls."""
         if self.watch is not None:
-            # Queued operations have yet to begin, and so may the holder of the lock.
-            self.watch.waits.retire(self.group, self.number + len(self.pending) + self.lock.locked())
+            # Queued operations have yet to begin, deferred ones too, and so may the holder of the lock.
+            self.watch.waits.retire(self.group, self.number + self.queued + self.lock.locked())
 
     def stop(self) -> None:
         """Make the worker end when the queue is empty."""

@@ -28,11 +28,13 @@ class WatchedQueue(Protocol):
     @property
     def number(self) -> int: ...
 
+    @property
+    def queued(self) -> int: ...
+
     current: EntryTuple | None
     executing: Executing
     thread: int
     background: bool
-    pending: deque[Any]
 
     def waiting_threads(self) -> set[int]:
         """Return the threads that wait for their turn, or for an operation in the queue."""

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -52,12 +52,15 @@ class Queue(Protocol):
     executing: Executing
     thread: int
     group: Group
-    pending: deque[Any]
     background: bool
 
     @property
     def number(self) -> int:
         """Number of the collectives begun."""
+
+    @property
+    def queued(self) -> int:
+        """Number of the collectives that come next, and have no number yet."""
 
     def waiting_threads(self) -> set[int]:
         """Return the threads that wait for their turn, or for an operation in the queue."""
@@ -194,7 +197,7 @@ class _Snapshotter:
                 "members": list(queue.group.members),
                 "number": queue.number if running is None else running.entry[1],
                 "running": running is not None,
-                "queued": len(queue.pending),
+                "queued": queue.queued,
                 "background": queue.background,
             }
             | self._message_counts(queue.group)

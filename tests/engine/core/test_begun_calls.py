@@ -24,24 +24,28 @@ pytestmark = pytest.mark.extension
 MOST = 8
 """Number of calls that may be begun and not completed."""
 
+DEFERRED = 40_000
+"""Number of elements of a call of which nothing is done before it is completed."""
+
+both = pytest.mark.parametrize("count", [3, DEFERRED])
+
 
 @contextmanager
 def communicator() -> Iterator[mpicoll.Communicator]:
     """A communicator on which the calls of :func:`begin` are begun. Collective."""
     comm = mpicoll.world().duplicate()
-    for count in (3, 2000):
+    for count, op in ((3, "sum"), (2000, "sum"), (DEFERRED, "sum"), (3, "max"), (DEFERRED, "max")):
         for _ in range(2):
-            mpicoll.iallreduce(np.ones(count), comm=comm).wait()
-    for _ in range(2):
-        mpicoll.iallreduce(np.ones(3), "max", comm=comm).wait()
+            mpicoll.iallreduce(np.ones(count), op, comm=comm).wait()
     yield comm
     comm.free()
 
 
 def begin(comm: mpicoll.Communicator, value: float = 1.0, count: int = 3, op: str = "sum", **kwargs: Any) -> Any:
-    """Begin a call, in this thread."""
+    """Begin a call, in this thread. On a busy machine, the thread of the queue may carry out an earlier one: then it
+    carries out this one, too."""
     request = mpicoll.iallreduce(np.full(count, float(value)), op, comm=comm, **kwargs)
-    assert is_begun(request)
+    assert is_begun(request) or comm._core.queue._worker is not None
     return request
 
 
@@ -57,14 +61,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def test_results(several: Ranks) -> None:
+@both
+def test_results(several: Ranks, count: int) -> None:
     def body() -> None:
         with communicator() as comm:
             for turn in range(40):
-                out = np.zeros(3)
-                request = begin(comm, turn, out=out)
+                out = np.zeros(count)
+                request = begin(comm, turn, count, out=out)
                 assert request.wait() is out
-                assert out.tolist() == [turn * comm.size] * 3
+                assert (out == turn * comm.size).all()
                 assert request.wait() is out
                 assert request.test()
 
@@ -102,13 +107,15 @@ def test_calls_after_blocking_ones(several: Ranks) -> None:
     several(body)
 
 
-def test_several_are_outstanding(several: Ranks) -> None:
+@pytest.mark.parametrize("counts", [(3, 3), (DEFERRED, DEFERRED), (3, DEFERRED), (DEFERRED, 3)])
+def test_several_are_outstanding(several: Ranks, counts: tuple[int, int]) -> None:
     def body() -> None:
         with communicator() as comm:
+            comm._core.queue.background = False  # nothing is completed before the first wait
             for order in (1, -1):
-                requests = [begin(comm, turn) for turn in range(MOST)]
+                requests = [begin(comm, turn, counts[turn % 2]) for turn in range(MOST)]
                 for turn in range(MOST)[::order]:
-                    assert requests[turn].wait().tolist() == [turn * comm.size] * 3
+                    assert (requests[turn].wait() == turn * comm.size).all()
                 mpicoll.barrier(comm=comm)
 
     several(body)
@@ -133,49 +140,76 @@ def test_queue_takes_what_would_have_to_wait(several: Ranks) -> None:
     several(body)
 
 
-def test_calls_on_the_same_array(several: Ranks) -> None:
+@both
+def test_calls_on_the_same_array(several: Ranks, count: int) -> None:
     """Each reads what the one before has written, as in the queue."""
 
     def body() -> None:
         with communicator() as comm:
-            x = np.ones(3)
+            x = np.ones(count)
             requests = [mpicoll.iallreduce(x, out=x, comm=comm) for _ in range(4)]
-            assert requests[-1].wait().tolist() == [comm.size**4] * 3
-            out = np.zeros(3)
-            requests = [mpicoll.iallreduce(np.full(3, turn + 1.0), out=out, comm=comm) for turn in range(4)]
+            assert (requests[-1].wait() == comm.size**4).all()
+            out = np.zeros(count)
+            requests = [mpicoll.iallreduce(np.full(count, turn + 1.0), out=out, comm=comm) for turn in range(4)]
             mpicoll.waitall(requests)
-            assert out.tolist() == [4 * comm.size] * 3
+            assert (out == 4 * comm.size).all()
 
     several(body)
 
 
-def test_large_call_is_alone(several: Ranks) -> None:
+@both
+def test_blocking_and_begun_calls_meet(several: Ranks, count: int) -> None:
+    def body() -> None:
+        with communicator() as comm:
+            for turn in range(2 * comm.size):
+                x = np.full(count, float(turn))
+                if turn % comm.size == comm.rank:
+                    assert (mpicoll.allreduce(x, comm=comm) == turn * comm.size).all()
+                else:
+                    assert (begin(comm, turn, count).wait() == turn * comm.size).all()
+
+    several(body)
+
+
+def test_call_behind_a_large_one_is_deferred(several: Ranks) -> None:
+    """Its data would be where that of the large one lies. It has no number yet."""
+
     def body() -> None:
         with communicator() as comm:
             mpicoll.barrier(comm=comm)
+            calls = comm._core.queue.calls
+            assert calls is not None
+            comm._core.queue.background = False  # nothing is completed before the first wait
             if comm.rank == 0:
-                requests = [begin(comm, 1.0, 2000), mpicoll.iallreduce(np.full(3, 2.0), comm=comm)]
-                assert not is_begun(requests[1])
+                requests = [begin(comm, 1.0, 2000), begin(comm, 2.0), begin(comm, 3.0, DEFERRED)]
+                assert (calls.begun, calls.deferred) == (3, 2)
+                first = requests[0]._handle.number
+                assert [one._handle.number for one in requests] == [first, first + 1, first + 2]
                 mpicoll.send(np.zeros(1), 1)
             else:
                 if comm.rank == 1:
                     mpicoll.recv(np.zeros(1), 0)
-                requests = [
-                    mpicoll.iallreduce(np.full(count, value), comm=comm) for count, value in ((2000, 1.0), (3, 2.0))
-                ]
-            assert [one.wait()[0] for one in requests] == [comm.size, 2.0 * comm.size]
+                requests = [begin(comm, value, count) for count, value in ((2000, 1.0), (3, 2.0), (DEFERRED, 3.0))]
+            assert [one.wait()[0] for one in requests] == [comm.size, 2.0 * comm.size, 3.0 * comm.size]
+            assert (calls.begun, calls.deferred) == (0, 0)
+            last = [begin(comm, 1.0, DEFERRED), begin(comm)]
+            numbers = [one._handle.number for one in last]
+            mpicoll.waitall(last)
+            assert [one._handle.number for one in last] == numbers
 
     several(body)
 
 
+@both
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_other_ranks_need_no_wait_of_this_one(several: Ranks, op: str) -> None:
-    """Where the calls differ (max), all ranks have to take part in the comparison."""
+def test_other_ranks_need_no_wait_of_this_one(several: Ranks, op: str, count: int) -> None:
+    """Where the calls differ (max), all ranks have to take part in the comparison. A deferred call is carried out by
+    the thread of the queue."""
 
     def body() -> None:
         with communicator() as comm:
             first = comm.rank == 0
-            request = begin(comm, comm.rank + 1.0, op="sum" if first else op)
+            request = begin(comm, comm.rank + 1.0, count, op="sum" if first else op)
             if first:
                 for source in range(1, comm.size):
                     mpicoll.recv(np.zeros(1), source, comm=comm)
@@ -195,13 +229,14 @@ def _wait(request: Any, comm: mpicoll.Communicator, op: str) -> None:
             request.wait()
 
 
-def test_test_completes(several: Ranks) -> None:
+@both
+def test_test_completes(several: Ranks, count: int) -> None:
     def body() -> None:
         with communicator() as comm:
-            requests = [begin(comm, turn) for turn in range(3)]
+            requests = [begin(comm, turn, count) for turn in range(3)]
             until(requests[2].test)
             assert [one.wait()[0] for one in requests] == [turn * comm.size for turn in range(3)]
-            requests = [begin(comm, op="max" if comm.rank else "sum"), begin(comm, 2.0)]
+            requests = [begin(comm, 1.0, count, op="max" if comm.rank else "sum"), begin(comm, 2.0)]
             until(requests[1].test)
             with pytest.raises(mpicoll.MismatchError):
                 requests[0].wait()
@@ -210,20 +245,21 @@ def test_test_completes(several: Ranks) -> None:
     several(body)
 
 
+@both
 @pytest.mark.parametrize("blocking", [False, True])
-def test_calls_after_one_that_differs(several: Ranks, blocking: bool) -> None:
+def test_calls_after_one_that_differs(several: Ranks, blocking: bool, count: int) -> None:
     def body() -> list[str]:
         texts = []
         with communicator() as comm:
             for turn in range(3):
                 odd = comm.rank == turn % comm.size
                 calls = ["sum", "max" if odd else "sum", "sum", "max", "sum"]
-                requests = [begin(comm, float(number), op=op) for number, op in enumerate(calls[:2])]
+                requests = [begin(comm, float(number), count, op) for number, op in enumerate(calls[:2])]
                 if blocking and odd:
                     requests[0].wait()
                     with pytest.raises(mpicoll.MismatchError):
                         requests[1].wait()
-                requests += [begin(comm, float(number), op=op) for number, op in enumerate(calls) if number > 1]
+                requests += [begin(comm, float(number), count, op) for number, op in enumerate(calls) if number > 1]
                 with pytest.raises(mpicoll.MismatchError, match="they differ in op") as found:
                     requests[1].wait()
                 texts.append(str(found.value))
@@ -274,7 +310,8 @@ def test_rank_that_ends_before_it_begins() -> None:
                 mpicoll.iallreduce(np.ones(3), comm=comm).wait()
 
 
-def test_timeout_of_the_communicator() -> None:
+@both
+def test_timeout_of_the_communicator(count: int) -> None:
     """The rank that stops waiting can't be synchronised any more, which late ranks see in each of its calls."""
     late = threading.Event()
 
@@ -282,15 +319,15 @@ def test_timeout_of_the_communicator() -> None:
         with suppress(mpicoll.CommunicationError), communicator() as comm:
             if comm.rank == 0:
                 comm.timeout = 0.3
-                requests = [begin(comm), begin(comm)]
-                with pytest.raises(mpicoll.Timeout):
+                requests = [begin(comm, 1.0, count), begin(comm)]
+                with pytest.raises(mpicoll.Timeout, match=r"allreduce.*rank 1"):
                     requests[0].wait()
                 with pytest.raises(mpicoll.CommunicationError, match="was abandoned"):
                     requests[1].wait()
                 late.set()
             else:
                 assert late.wait(20)
-                requests = [begin(comm), begin(comm)]
+                requests = [begin(comm, 1.0, count), begin(comm)]
                 for request in requests:
                     with pytest.raises(mpicoll.CommunicationError):
                         request.wait()
@@ -298,18 +335,19 @@ def test_timeout_of_the_communicator() -> None:
     mpicoll.run_local(body, 2)
 
 
-def test_wait_with_a_timeout(several: Ranks) -> None:
+@both
+def test_wait_with_a_timeout(several: Ranks, count: int) -> None:
     def body() -> None:
         with communicator() as comm:
             if comm.rank == 0:
-                requests = [begin(comm), begin(comm)]
+                requests = [begin(comm, 1.0, count), begin(comm)]
                 with pytest.raises(mpicoll.Timeout, match=r"allreduce.*pending"):
                     requests[1].wait(0.02)
                 for dest in range(1, comm.size):
                     mpicoll.send(np.zeros(1), dest)
             else:
                 mpicoll.recv(np.zeros(1), 0)
-                requests = [begin(comm), begin(comm)]
+                requests = [begin(comm, 1.0, count), begin(comm)]
             assert [one.wait(20)[0] for one in requests] == [comm.size] * 2
 
     several(body)
@@ -363,18 +401,19 @@ print("done")
     assert (done.returncode, done.stdout) == (0, "done\n" * 2)
 
 
-def test_dropped_requests_and_communicators(several: Ranks) -> None:
+@both
+def test_dropped_requests_and_communicators(several: Ranks, count: int) -> None:
     def body() -> None:
         with communicator() as comm:
-            out = np.zeros((3, 3))
+            out = np.zeros((3, count))
             for row in out:
-                begin(comm, out=row)
+                begin(comm, 1.0, count, out=row)
             mpicoll.barrier(comm=comm)
             assert (out == comm.size).all()
         comm = mpicoll.world().duplicate()
         for _ in range(2):
-            mpicoll.iallreduce(np.ones(3), comm=comm).wait()
-        request = begin(comm)
+            mpicoll.iallreduce(np.ones(count), comm=comm).wait()
+        request = begin(comm, 1.0, count)
         del comm
         gc.collect()
         assert request.wait()[0] == mpicoll.world().size
@@ -442,10 +481,11 @@ mpicoll.iallreduce(np.ones(3)).wait()
     assert time.monotonic() - begin < 20
 
 
-def test_abandoned_queue() -> None:
+@both
+def test_abandoned_queue(count: int) -> None:
     def body() -> None:
         with suppress(mpicoll.CommunicationError, mpicoll.CommunicatorError), communicator() as comm:
-            requests = [begin(comm)] if comm.rank == 0 else []
+            requests = [begin(comm, 1.0, count)] if comm.rank == 0 else []
             comm._core.queue.abandon()
             for request in requests:
                 with pytest.raises(mpicoll.CommunicatorError, match="abandoned"):
