@@ -82,6 +82,12 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Integer dtypes for which AVG is computed as a sum and a division."""
 
 
+def get_op_name(op: Any) -> str | None:
+    """Return the name of the native operation for torch's `op` where that does not depend on the dtype, as an entry of
+    the cache of calls; None if there is none."""
+    return _OPS.get(hash(op)) if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) else None
+
+
 def convert_reduce_op(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     """Return the native operation for torch's `op` (a ReduceOp, or one of its members) and `dtype`.
 

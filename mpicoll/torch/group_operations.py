@@ -25,6 +25,8 @@ from mpicoll.engine.dispatch import DeferringTask, Task
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError
 from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
+from mpicoll.torch.begun_collectives import BegunCollectives
+from mpicoll.torch.c10d_collectives import get_op_name
 from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_messages import FastMessages
 from mpicoll.torch.fast_path import FastPath
@@ -91,6 +93,8 @@ class GroupOperations:
         if name:
             core_of(self.comm).queue.group.name = f"torch's group {name}"
         self._callback_comms = CallbackComms(self.comm, name)
+        own = self._callback_comms.get_current()
+        self._begun: BegunCollectives | None = BegunCollectives(own.core, own.callbacks)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all later and pending operations."""
@@ -130,7 +134,7 @@ class GroupOperations:
         connected_groups.disconnect(self.comm, abort=True)
 
     def _leave_fast_paths(self) -> None:
-        self._fast_path = self._messages = None
+        self._fast_path = self._messages = self._begun = None
         for group in [one for one, operations in list(direct_operations.items()) if operations is self]:
             del direct_operations[group]
 
@@ -144,6 +148,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp or profiler._is_profiler_enabled or callback_context.path else self._fast_path
         if fast_path is not None and fast_path.all_reduce(tensor, op):
             return self.blocking_result
+        if opts.asyncOp:
+            work = self._begin(tensors, opts, tensor, tensor, "all_reduce", get_op_name(op))
+            if work is not None:
+                return work
         # A method of its own, because variables of a closure would cost each call 80 ns.
         return self._run_or_start_all_reduce(tensors, op, opts)
 
@@ -168,6 +176,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.broadcast(tensor, root):
             return self.blocking_result
+        if opts.asyncOp:
+            work = self._begin(tensors, opts, tensor, tensor, "broadcast", None, root)
+            if work is not None:
+                return work
         return self._run_or_start(
             "broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors
         )
@@ -203,6 +215,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.all_gather_single(output, tensor):
             return self.blocking_result
+        if opts.asyncOp:
+            work = self._begin([output], opts, tensor, output, "all_gather_single")
+            if work is not None:
+                return work
         return self._run_or_start(
             "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
         )
@@ -246,6 +262,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.reduce_scatter_single(output, tensor, op):
             return self.blocking_result
+        if opts.asyncOp:
+            work = self._begin([output], opts, tensor, output, "reduce_scatter_single", get_op_name(op))
+            if work is not None:
+                return work
         return self._run_or_start(
             "reduce_scatter_single",
             opts,
@@ -276,6 +296,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if even and fast_path is not None and fast_path.all_to_all_single(output, tensor):
             return self.blocking_result
+        if even and opts.asyncOp:
+            work = self._begin([output], opts, tensor, output, "all_to_all_single")
+            if work is not None:
+                return work
         return self._run_or_start(
             "all_to_all_single",
             opts,
@@ -380,6 +404,14 @@ class GroupOperations:
         return work
 
     # Execution.
+
+    def _begin(self, outputs: list[torch.Tensor], opts: Any, *call: Any) -> Work | None:
+        """Begin an asynchronous collective like an earlier one; see :meth:`BegunCollectives.start`."""
+        # What is recorded for the profiler, and the communicators of callbacks, are matters of the general path.
+        if self._begun is None or profiler._is_profiler_enabled or callback_context.path:
+            return None
+        work = self._begun.start(outputs, opts, *call)
+        return work if work is None else self._add_coalesced(work)
 
     def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
         """Run the task of `prepare`, or start it and return its Work if `opts.asyncOp` is set."""

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import mpicoll
 import mpicoll.torch as dropin
+from mpicoll.torch.begun_collectives import CollectiveWork
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
 
@@ -64,6 +65,67 @@ def test_calls_like_earlier_ones_are_begun_at_once(rank: int, size: int) -> None
     assert type(begun).__name__ == "BegunCall"
     assert works[-1].get_future().wait()[0].tolist() == [size**3] * 3
     assert all(work.is_success() for work in works)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("count", [6, 120_000])  # elements for each rank: begun with a step, and deferred
+def test_each_collective_of_a_repeated_kind(rank: int, size: int, count: int) -> None:
+    if size < 2:
+        pytest.skip("needs two ranks")
+    one, whole = torch.empty(count), torch.empty(count * size)
+    part, all_parts = torch.empty(count), torch.empty(count * size)
+    average = dist.ReduceOp.AVG
+    # The names before torch 2.13 come second.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, tuple[Callable[[], Any], torch.Tensor, Callable[[int], list[float]]]] = {
+        "all_reduce": (lambda: dist.all_reduce(one, async_op=True), one, lambda turn: [total(size, turn)] * size),
+        "average": (
+            lambda: dist.all_reduce(one, average, async_op=True),
+            one,
+            lambda turn: [total(size, turn) / size] * size,
+        ),
+        "broadcast": (lambda: dist.broadcast(one, 1, async_op=True), one, lambda turn: [2.0 + turn] * size),
+        "all_gather": (
+            lambda: gather(all_parts, one, async_op=True),
+            all_parts,
+            lambda turn: [peer + 1.0 + turn for peer in range(size)],
+        ),
+        "reduce_scatter": (
+            lambda: scatter(part, whole, async_op=True),
+            part,
+            lambda turn: [total(size, turn)] * size,
+        ),
+        "all_to_all": (
+            lambda: dist.all_to_all_single(all_parts, whole, async_op=True),
+            all_parts,
+            lambda turn: [peer + 1.0 + turn for peer in range(size)],
+        ),
+    }
+    for name, (call, result, expected) in calls.items():
+        kinds = set()
+        for turn in range(6):
+            one.fill_(rank + 1.0 + turn)
+            whole.fill_(rank + 1.0 + turn)
+            work = call()
+            kinds.add(type(work))
+            assert work.wait()
+            assert work.result()[0] is result
+            found = result.view(size, -1) if result.numel() > count else result.expand(size, -1)
+            assert (found == torch.tensor(expected(turn)).view(-1, 1)).all(), name
+        assert CollectiveWork in kinds, name
+
+
+@pytest.mark.extension
+def test_integers_and_bools_of_a_repeated_kind(size: int) -> None:
+    """Whose ops are others than those of floats, or are completed by a division."""
+    numbers, flags = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.bool)
+    for _ in range(4):
+        for op, expected in ((dist.ReduceOp.AVG, 3), (dist.ReduceOp.SUM, 3 * size), (dist.ReduceOp.AVG, 3)):
+            dist.all_reduce(numbers.fill_(3), op, async_op=True).wait()
+            assert numbers.tolist() == [expected] * 3
+        dist.all_reduce(flags.fill_(True), async_op=True).wait()
+        assert flags.tolist() == [True] * 3
 
 
 def test_wait_returns_true_and_again(rank: int, size: int) -> None:
