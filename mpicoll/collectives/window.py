@@ -214,7 +214,8 @@ class Window:
         """Hold the lock of the memory of `rank` in a ``with`` block. While it is exclusive, calls of other ranks on
         that memory wait; while it is shared, those for an exclusive lock do. Raises ArgumentError if this rank holds it
         already, and Timeout if another one does not release it within the timeout of the communicator."""
-        return _HeldLock(self, rank, exclusive=exclusive)
+        direct = self._direct
+        return _HeldLock(self, rank, exclusive=exclusive) if direct is None else direct.hold(self, rank, exclusive)
 
     def _acquire(self, rank: Any, exclusive: bool) -> int:
         """Acquire the lock of `rank` for the program, and return the rank."""
@@ -253,6 +254,8 @@ class Window:
             self._check_usable("free")
             self._check_released("free")
             self._is_free = True
+            if self._direct is not None:
+                self._direct.unbind()
             self._direct = self._meet_directly = self._meeting = None
             self._core.queue.run(self._free, Call("Window.free"))
 
@@ -407,7 +410,7 @@ class Window:
 
 
 class _HeldLock:
-    """The lock of the memory of `rank`, held in a ``with`` block."""
+    """The lock of the memory of `rank`, held in a ``with`` block; that of the extension does the same."""
 
     __slots__ = ("_exclusive", "_rank", "_window")
 
@@ -417,15 +420,11 @@ class _HeldLock:
         self._exclusive = exclusive
 
     def __enter__(self) -> Window:
-        window, direct = self._window, self._window._direct  # noqa: SLF001  a part of the window
-        if direct is None or not direct.lock(self._rank, self._exclusive):
-            self._rank = window._acquire(self._rank, self._exclusive)  # noqa: SLF001
-        return window
+        self._rank = self._window._acquire(self._rank, self._exclusive)  # noqa: SLF001  a part of the window
+        return self._window
 
     def __exit__(self, *error: object) -> None:
-        direct = self._window._direct  # noqa: SLF001
-        if direct is None or not direct.unlock(self._rank):
-            self._window._release(self._rank)  # noqa: SLF001
+        self._window._release(self._rank)  # noqa: SLF001
 
 
 def _wait(core: CommunicatorCore, ready: Callable[[], bool], holders: Callable[[], list[int]], what: str) -> None:

@@ -84,7 +84,7 @@ static int fill_module(PyObject *module)
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
         &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec,
-        &background_message_spec, &background_messages_spec};
+        &background_message_spec, &background_messages_spec, &held_lock_spec};
     PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;
@@ -98,6 +98,8 @@ static int fill_module(PyObject *module)
             set_begun_call_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &background_message_spec)
             set_background_message_type((PyTypeObject *)type);
+        if (status == 0 && specs[i] == &held_lock_spec)
+            set_held_lock_type((PyTypeObject *)type);
         if (specs[i] == &collective_spec)
             collective = type;
         Py_XDECREF(type);

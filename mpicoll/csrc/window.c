@@ -501,40 +501,135 @@ static PyObject *get_accumulate(PyObject *self, PyObject *const *args, Py_ssize_
 
 /* --- methods: locks */
 
-static PyObject *lock_method(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* Acquire the lock of a rank for the program. Returns 1, 0 if Python has to, -1 with an exception. */
+static int acquire_for_program(WindowMemory *one, PyObject *rank, bool exclusive)
 {
-    WindowMemory *one = (WindowMemory *)self;
     WindowAccess access;
-    if (!check_count(nargs, 2))
-        return NULL;
-    const int exclusive = PyObject_IsTrue(args[1]);
-    if (exclusive < 0)
-        return NULL;
     References old;
-    if (!begin_access(one, exclusive ? LOCK : LOCK_SHARED, args[0], &access) || access.is_held)
-        Py_RETURN_FALSE;
+    if (!begin_access(one, exclusive ? LOCK : LOCK_SHARED, rank, &access) || access.is_held)
+        return 0;
     const int record = enter(one, &access, exclusive ? TO_EXCLUDE : TO_SHARE, &old);
     if (record < 0)
-        Py_RETURN_FALSE;
-    if (PySet_Add(one->held, args[0]) < 0) {
-        leave(one, &access, record, exclusive ? EXCLUSIVE : ONE_SHARED, &old);
-        return NULL;
-    }
-    leave(one, &access, record, 0, &old);
-    Py_RETURN_TRUE;
+        return 0;
+    const int status = PySet_Add(one->held, rank);
+    leave(one, &access, record, status == 0 ? 0 : exclusive ? EXCLUSIVE : ONE_SHARED, &old);
+    return status < 0 ? -1 : 1;
 }
 
-static PyObject *unlock_method(PyObject *self, PyObject *rank)
+/* Release the lock of a rank that the program holds. Returns false if Python has to. */
+static bool release_for_program(WindowMemory *one, PyObject *rank)
 {
-    WindowMemory *one = (WindowMemory *)self;
     WindowAccess access;
     References old;
     if (!begin_access(one, UNLOCK, rank, &access) || !access.is_held || PySet_Discard(one->held, rank) < 1)
-        Py_RETURN_FALSE;
+        return false;
     const int record = enter(one, &access, TO_SHARE, &old); /* which takes nothing: the lock is held */
     leave(one, &access, record, get_held_part(access.target->lock), &old);
-    Py_RETURN_TRUE;
+    return true;
 }
+
+/* The lock of the memory of a rank, which the program holds in a `with` block. */
+typedef struct {
+    PyObject_HEAD
+    WindowMemory *memory;
+    PyObject *window, *rank;
+    bool exclusive;
+} HeldLock;
+
+static PyTypeObject *held_lock_type;
+
+static PyObject *hold(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!check_count(nargs, 3))
+        return NULL;
+    const int exclusive = PyObject_IsTrue(args[2]);
+    allocfunc allocate = (allocfunc)PyType_GetSlot(held_lock_type, Py_tp_alloc);
+    HeldLock *lock = exclusive < 0 ? NULL : (HeldLock *)allocate(held_lock_type, 0);
+    if (lock == NULL)
+        return NULL;
+    lock->memory = (WindowMemory *)Py_NewRef(self);
+    lock->window = Py_NewRef(args[0]);
+    lock->rank = Py_NewRef(args[1]);
+    lock->exclusive = exclusive != 0;
+    return (PyObject *)lock;
+}
+
+static PyObject *enter_held_lock(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    HeldLock *lock = (HeldLock *)self;
+    const int status = acquire_for_program(lock->memory, lock->rank, lock->exclusive);
+    if (status < 0)
+        return NULL;
+    if (status == 0) {
+        /* The rank as an int of Python, whatever the program has passed. */
+        PyObject *rank =
+            PyObject_CallMethod(lock->window, "_acquire", "OO", lock->rank, lock->exclusive ? Py_True : Py_False);
+        if (rank == NULL)
+            return NULL;
+        PyObject *old = lock->rank;
+        lock->rank = rank;
+        Py_DECREF(old);
+    }
+    return Py_NewRef(lock->window);
+}
+
+static PyObject *exit_held_lock(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)args;
+    (void)nargs;
+    HeldLock *lock = (HeldLock *)self;
+    if (release_for_program(lock->memory, lock->rank))
+        Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : PyObject_CallMethod(lock->window, "_release", "O", lock->rank);
+}
+
+static int traverse_held_lock(PyObject *self, visitproc visit, void *arg)
+{
+    const HeldLock *lock = (HeldLock *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT((PyObject *)lock->memory);
+    Py_VISIT(lock->window);
+    Py_VISIT(lock->rank);
+    return 0;
+}
+
+static void dealloc_held_lock(PyObject *self)
+{
+    HeldLock *lock = (HeldLock *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_DECREF((PyObject *)lock->memory);
+    Py_DECREF(lock->window);
+    Py_DECREF(lock->rank);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef held_lock_methods[] = {
+    {"__enter__", enter_held_lock, METH_NOARGS, "__enter__()\n--\n\nAcquire the lock, and return the window."},
+    {"__exit__", (PyCFunction)(void (*)(void))exit_held_lock, METH_FASTCALL,
+     "__exit__(*error)\n--\n\nRelease the lock."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot held_lock_slots[] = {
+    {Py_tp_doc, "The lock of the memory of a rank, which the program holds in a ``with`` block."},
+    {Py_tp_dealloc, dealloc_held_lock},
+    {Py_tp_traverse, traverse_held_lock},
+    {Py_tp_methods, held_lock_methods},
+    {0, NULL},
+};
+
+PyType_Spec held_lock_spec = {
+    .name = "mpicoll._shm.HeldLock",
+    .basicsize = sizeof(HeldLock),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = held_lock_slots,
+};
+
+void set_held_lock_type(PyTypeObject *type) { held_lock_type = (PyTypeObject *)Py_NewRef((PyObject *)type); }
 
 /* Return the lock of a rank; NULL with an exception if there is no such rank. */
 static WindowLock *get_lock(const WindowMemory *one, PyObject *rank)
@@ -717,6 +812,16 @@ static PyObject *bind(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *unbind(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    WindowMemory *one = (WindowMemory *)self;
+    PyObject *calls = (PyObject *)one->calls;
+    one->calls = NULL;
+    Py_XDECREF(calls);
+    Py_RETURN_NONE;
+}
+
 /* Have later calls carried out here. */
 static PyObject *add(PyObject *self, PyObject *args)
 {
@@ -819,11 +924,10 @@ static PyMethodDef methods[] = {
     {"get_accumulate", (PyCFunction)(void (*)(void))get_accumulate, METH_FASTCALL,
      "get_accumulate(x, rank, op, offset)\n--\n\nCarry out Window.get_accumulate, and return its result; None if Python"
      " has to."},
-    {"lock", (PyCFunction)(void (*)(void))lock_method, METH_FASTCALL,
-     "lock(rank, exclusive)\n--\n\nAcquire the lock of a rank for the program, and return True; False if Python has"
-     " to."},
-    {"unlock", unlock_method, METH_O,
-     "unlock(rank)\n--\n\nRelease the lock of a rank that the program holds, and return True; False if Python has to."},
+    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL,
+     "hold(window, rank, exclusive)\n--\n\nReturn the HeldLock of a rank. It calls the methods `_acquire` and"
+     " `_release` of the window where Python has to acquire and release the lock."},
+    {"unbind", unbind, METH_NOARGS, "unbind()\n--\n\nLeave all calls to Python, since the window is freed."},
     {"take", take_method, METH_VARARGS,
      "take(rank, combines, exclusive)\n--\n\nTake the lock of a rank, or with `combines` the right to combine elements"
      " while the lock is held, and return True; False if others have it: then this rank waits in their queue until the"

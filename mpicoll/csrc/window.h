@@ -5,6 +5,9 @@
 
 #include <Python.h>
 
-extern PyType_Spec window_memory_spec;
+extern PyType_Spec window_memory_spec, held_lock_spec;
+
+/* Set the type that was made of the latter. */
+void set_held_lock_type(PyTypeObject *type);
 
 #endif

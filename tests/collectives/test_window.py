@@ -194,6 +194,23 @@ def test_lock(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_lock_of_a_freed_window(ranks: Ranks) -> None:
+    """Also where the extension has taken the lock before."""
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+        window = mpicoll.Window(1)
+        for _ in range(3):
+            with window.lock(rank) as locked:
+                assert locked is window
+        lock = window.lock(rank)
+        window.free()
+        with pytest.raises(mpicoll.ArgumentError, match=r"Window\.lock: the window was freed"), lock:
+            pass
+
+    ranks(body)
+
+
 def test_shared_lock_without_an_access(several: Ranks) -> None:
     """Another rank waits for it, though its holder has accessed nothing."""
 
