@@ -89,7 +89,6 @@ WAITS = {
         "parallel/parameter_server/worker.py::Worker.get_weights",
         "parallel/parameter_server/worker.py::Worker.pull_weights",
         "parallel/pipeline/engine.py::PipelineEngine._run_actions",
-        "parallel/pipeline/engine.py::PipelineEngine._receive",
         "parallel/pipeline/engine.py::PipelineEngine._share_result",
         "torch/group_operations.py::GroupOperations.barrier",
         "torch/fast_messages.py::MessageWork.wait",

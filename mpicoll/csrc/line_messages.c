@@ -1,14 +1,16 @@
 /* Values between pipeline stages that are like the previous one of their line.
  *
- * A line delivers values from one stage to another in order. A value that has the dtype and the shape of the previous
- * one is one message, and the receiver acknowledges it by an empty one, if the sender waits for that. Both are sent and
- * received here as long as no other message of the stage comes first, and no longer than a peer that is in time takes.
- * What is left then goes on in Python: nothing is taken here that Python would not have taken.
+ * A line delivers values from one stage to another in order. A tensor that has the dtype and the shape of that in the
+ * previous value is one message. The receiver acknowledges the first message of a value by an empty one, if the sender
+ * waits for that. Both are sent and received here as long as no other message of the stage comes first, and no longer
+ * than a peer that is in time takes. What is left then goes on in Python: nothing is taken here that Python would not
+ * have taken.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include "line_messages.h"
 
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
@@ -20,14 +22,16 @@
 
 enum {
     NUMBERS = 4,      /* sequence numbers of the messages of a line */
-    LOOKS = 4 * POLLS /* for a message; the peer, which takes its value from Python, needs more time than one in C */
+    /* For a message, some 200 us. The peer, which takes its value from Python, needs more time than one in C; and to go
+     * on in Python takes as long. */
+    LOOKS = 16 * POLLS
 };
 
 typedef struct {
     PyObject_HEAD
     HandleValue comm;
     int any_tag;
-    int peer, acknowledgement_tag;
+    int peer, acknowledgement_tag; /* -1: what arrives here is a later message of a value that has been acknowledged */
     int sync_tags[NUMBERS], plain_tags[NUMBERS]; /* of values that are acknowledged, and of others */
     PyObject *sent, *received;                   /* counters of messages, by peer and tag */
     PyObject *make_error;                        /* returns the exception for an error code of MPI */
@@ -98,7 +102,8 @@ static void test(Exchange *running, Handle *request, bool *pending)
 static Found poll_messages(Exchange *running, int *looks)
 {
     while (running->code == 0 && *looks > 0 && !has_ended(running)) {
-        --*looks;
+        if (--*looks % POLLS == 0)
+            sched_yield(); /* the peer may need this core */
         test(running, &running->send, &running->sending);
         test(running, &running->recv, &running->receiving);
         test(running, &running->answer, &running->answering);
@@ -114,7 +119,10 @@ static Found poll_messages(Exchange *running, int *looks)
     return NO_MESSAGE;
 }
 
-static bool is_sync(const Exchange *running) { return running->tag == running->in->sync_tags[running->in_number]; }
+static bool is_answered(const Exchange *running)
+{
+    return running->in->acknowledgement_tag >= 0 && running->tag == running->in->sync_tags[running->in_number];
+}
 
 /* Receive what was found, and answer a value. */
 static void take(Exchange *running, Found found)
@@ -136,7 +144,7 @@ static void take(Exchange *running, Found found)
         running->target.data, (int)in->nbytes, mpi.byte, in->peer, running->tag, in->comm, &running->recv);
     running->receiving = running->code == 0;
     running->expecting = false;
-    if (running->code == 0 && is_sync(running)) {
+    if (running->code == 0 && is_answered(running)) {
         running->code =
             mpi.isend(NULL, 0, mpi.byte, in->peer, in->acknowledgement_tag, in->comm, &running->answer);
         running->answering = running->code == 0;
@@ -166,7 +174,7 @@ static int exchange(Exchange *running)
     found = poll_messages(running, &looks);
     Py_END_ALLOW_THREADS
     while (found == VALUE || found == ACKNOWLEDGEMENT) {
-        if (found == VALUE && is_sync(running) && count_message(in->sent, in->peer, in->acknowledgement_tag) < 0)
+        if (found == VALUE && is_answered(running) && count_message(in->sent, in->peer, in->acknowledgement_tag) < 0)
             return -1;
         Py_BEGIN_ALLOW_THREADS
         take(running, found);
@@ -195,6 +203,16 @@ static PyObject *get_handle(bool pending, const Handle *request)
                                                                             : (uintptr_t)request->pointer);
 }
 
+/* Raise the exception for an error of MPI. Returns NULL. */
+static PyObject *raise_code(const LineEnd *end, int code)
+{
+    PyObject *error = PyObject_CallFunction(end->make_error, "i", code);
+    if (error != NULL)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(error);
+    return NULL;
+}
+
 /* Read one end of an exchange. Returns false without an exception if the array is not like the values of the line. */
 static bool read_end(PyObject *const *args, bool writable, const LineEnd **end, Memory *memory, int *number)
 {
@@ -218,7 +236,7 @@ const char pass_values_doc[] =
     " into `into` at the end `in_` of another one, as the messages of these numbers; either end may be None. Return"
     " True when both values have been passed, and acknowledged. Return None if nothing was sent or received: because"
     " an array is not like the previous values, or because nothing but a value was expected, and none or another"
-    " message has arrived in some 100 us. Else return what is left to do, as a tuple: the handle of the request of the"
+    " message has arrived in some 200 us. Else return what is left to do, as a tuple: the handle of the request of the"
     " send, or None; whether it was acknowledged; the tag of the value that is received, -1 if there is none yet; the"
     " handle of its request, or None; and that of the acknowledgement that is sent, or None.";
 
@@ -241,14 +259,7 @@ PyObject *pass_values(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             Py_INCREF(args[1]);
         if (running.receiving)
             Py_INCREF(args[4]);
-        if (status < 0)
-            return NULL;
-        const LineEnd *end = running.out != NULL ? running.out : running.in;
-        PyObject *error = PyObject_CallFunction(end->make_error, "i", running.code);
-        if (error != NULL)
-            PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-        Py_XDECREF(error);
-        return NULL;
+        return status < 0 ? NULL : raise_code(running.out != NULL ? running.out : running.in, running.code);
     }
     if (has_ended(&running))
         Py_RETURN_TRUE;
@@ -257,6 +268,35 @@ PyObject *pass_values(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return Py_BuildValue("NNiNN", get_handle(running.sending, &running.send), PyBool_FromLong(running.acknowledged),
                          running.expecting ? -1 : running.tag, get_handle(running.receiving, &running.recv),
                          get_handle(running.answering, &running.answer));
+}
+
+const char send_value_doc[] =
+    "send_value(out, x, number)\n--\n\nStart to send `x` at the end `out` of a line, as the message of this number,"
+    " which is not acknowledged. Return True if `x` may be changed already, else the handle of the request; None if"
+    " nothing was sent, because `x` is not like the previous values.";
+
+PyObject *send_value(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    const LineEnd *out = NULL;
+    Memory source;
+    int number, flag = 0, code;
+    Handle request;
+    Status status;
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "send_value: three arguments are needed");
+        return NULL;
+    }
+    if (!read_end(args, false, &out, &source, &number))
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    if (count_message(out->sent, out->peer, out->plain_tags[number]) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    code = mpi.isend(source.data, (int)out->nbytes, mpi.byte, out->peer, out->plain_tags[number], out->comm, &request);
+    if (code == 0)
+        code = mpi.test(&request, &flag, &status);
+    Py_END_ALLOW_THREADS
+    return code != 0 ? raise_code(out, code) : flag ? Py_NewRef(Py_True) : get_handle(true, &request);
 }
 
 /* --- the Python type */
@@ -342,7 +382,8 @@ static PyType_Slot slots[] = {
                 " received, make_error, adopt)\n--\n\nAn end of a line to or from the rank `peer` of the"
                 " communicator with the handle `comm`, for values like the tensor `like`, of `nbytes`. By"
                 " sequence number, `sync_tags` are the tags of values that are acknowledged, `plain_tags` those"
-                " of others. `sent` and `received` have counters of messages by peer and tag."
+                " of others; `acknowledgement_tag` is -1 for all messages of a value but the first one. `sent` and"
+                " `received` have counters of messages by peer and tag."
                 " ``make_error(code)`` returns the exception for an error of MPI. ``adopt(handle, data,"
                 " received)`` returns the object of Python for a request that is left: of `data` that is sent or,"
                 " with source and tag, `received`."},

@@ -12,6 +12,10 @@ void set_line_end_type(PyTypeObject *type);
 
 extern const char pass_values_doc[];
 
+extern const char send_value_doc[];
+
+PyObject *send_value(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+
 PyObject *pass_values(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -64,6 +64,7 @@ static PyMethodDef functions[] = {
     {"stop_progress", stop_progress, METH_NOARGS,
      "stop_progress()\n--\n\nHave `await_unattended_message` return False at once, now and later."},
     {"pass_values", (PyCFunction)(void (*)(void))pass_values, METH_FASTCALL, pass_values_doc},
+    {"send_value", (PyCFunction)(void (*)(void))send_value, METH_FASTCALL, send_value_doc},
     {"limit_sigterm", (PyCFunction)(void (*)(void))limit_sigterm, METH_FASTCALL,
      "limit_sigterm(seconds, stack, output, text)\n--\n\nEnd this process by SIGTERM if Python does not cancel that"
      " within `seconds` of a SIGTERM, after `text`, and what can be read from the descriptor `stack`, were written to"

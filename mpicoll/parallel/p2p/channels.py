@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from mpicoll.parallel.p2p.message_format import (
     MessageLayout,
     MessageTransport,
     PendingMessage,
-    TensorSpec,
+    ValuePattern,
+    as_bytes,
     describe_spec,
     pickle_message,
 )
@@ -35,12 +36,10 @@ from mpicoll.parallel.p2p.operations import (
     Peer,
     PendingRecv,
     PendingSend,
+    RepeatedMessages,
     wrap_error,
 )
 from mpicoll.transport.base import Envelope, Memory
-
-if TYPE_CHECKING:
-    from mpicoll._shm import LineEnd
 
 PLAIN, FORWARD, BACKWARD = range(3)
 """Lines of one channel between two stages. They stay separate even where the next stage is also the previous one."""
@@ -64,6 +63,9 @@ def line_key(operation: str, line: int, channel: int) -> int:
     if not 0 <= number < CHANNELS:
         raise RankError(f"{operation}: channel must be in [0, {CHANNELS}), got {channel!r}")
     return number << 2 | line
+
+
+_NO_TAG = -1
 
 
 def _list_tags(key: int, kind: int) -> tuple[int, ...]:
@@ -95,7 +97,7 @@ class ChannelMux:
             if layout is None or layout.spec != spec:
                 moving.append(self._send(peer, outbox, key, _HEADER, pickle_message(sending.name, spec)))
                 layout = outbox.layout = MessageLayout(spec)
-                outbox.end = self._bind_end(peer, key, layout)
+                outbox.repeated = self._bind_repeated(peer, key, layout)
             kind = _DATA_SYNC if sending.sync else _DATA
             for data in layout.pack(payload, partial(self._wire.announce, dest=peer.stage)):
                 moving.append(self._send(peer, outbox, key, kind, data))
@@ -207,14 +209,31 @@ class ChannelMux:
     def _on_header(self, peer: Peer, key: int, data: Memory) -> None:
         inbox = peer.get_inbox(key)
         inbox.layout = MessageLayout(pickle.loads(data.data))
-        inbox.end = self._bind_end(peer, key, inbox.layout)
+        inbox.repeated = self._bind_repeated(peer, key, inbox.layout)
 
-    def _bind_end(self, peer: Peer, key: int, layout: MessageLayout) -> LineEnd | None:
-        """Return an end of a line for values of one tensor on the CPU; None for others, and without the extension."""
-        if not isinstance(layout.spec, TensorSpec) or layout.spec.device != "cpu":
+    def _bind_repeated(self, peer: Peer, key: int, layout: MessageLayout) -> RepeatedMessages | None:
+        """Return what passes values of tensors on the CPU, each of which is a message; None for others, and without the
+        extension."""
+        places = tuple(parts[0].index for _, parts in layout.messages if len(parts) == 1)
+        if len(places) != len(layout.messages) or any(leaf.device != "cpu" for leaf in layout.leaves):
             return None
-        sync_tags, plain_tags = _list_tags(key, _DATA_SYNC), _list_tags(key, _DATA)
-        return self._wire.bind_end(peer.stage, layout.spec, sync_tags, plain_tags, key << 5 | _ACK)
+        try:
+            pattern = ValuePattern(layout.spec)
+        except ValueError:
+            return None
+        ends = []
+        sync_tags, plain_tags, acknowledgement = _list_tags(key, _DATA_SYNC), _list_tags(key, _DATA), key << 5 | _ACK
+        for place in places:
+            end = self._wire.bind_end(peer.stage, layout.leaves[place], sync_tags, plain_tags, acknowledgement)
+            if end is None:
+                return None
+            ends.append(end)
+            acknowledgement = _NO_TAG  # a value is acknowledged when its first message arrives
+        return RepeatedMessages(pattern, tuple(ends), places)
+
+    def send_part(self, peer: Peer, key: int, tensor: torch.Tensor) -> PendingMessage:
+        """Send the next message of a value that is not acknowledged."""
+        return self._send(peer, peer.get_outbox(key), key, _DATA, as_bytes(tensor))
 
     def _read(self, peer: Peer, envelope: Envelope, then: Callable[[Memory], None]) -> None:
         """Receive a message that must be complete before the next one is probed."""

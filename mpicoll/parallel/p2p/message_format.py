@@ -118,6 +118,83 @@ def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
     return tuple(children)
 
 
+class _Group(NamedTuple):
+    """A tuple or a list of patterns."""
+
+    kind: type
+    children: tuple[Any, ...]
+
+
+class _Plain(NamedTuple):
+    """An int, a string, a bool or None."""
+
+    value: Any
+
+
+_TENSOR = torch.Tensor
+
+
+class ValuePattern:
+    """Values of one spec, made of tuples, lists, tensors, and plain values, which are the same in all of them. Raises
+    ValueError for another spec."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._root = _make_pattern(spec)
+
+    def find_tensors(self, value: Any) -> list[torch.Tensor] | None:
+        """Return the tensors in `value`, of any shape; None if it has another structure."""
+        tensors: list[torch.Tensor] = []
+        return tensors if _find_tensors(self._root, value, tensors) else None
+
+    def make_value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value that holds `tensors`."""
+        return _make_value(self._root, iter(tensors))
+
+
+def _make_pattern(spec: Spec) -> Any:
+    if isinstance(spec, TensorSpec):
+        return _TENSOR
+    if spec is None:
+        return _Plain(None)
+    if isinstance(spec, bytes):
+        plain = pickle.loads(spec)
+        if type(plain) not in (int, str, bool):
+            raise ValueError(
+                f"a {type(plain).__name__} may be changed, or equal a value that is pickled in another way"
+            )
+        return _Plain(plain)
+    if spec.kind not in ("tuple", "list"):
+        raise ValueError(f"a {spec.kind} has more than its values")
+    return _Group(tuple if spec.kind == "tuple" else list, tuple(map(_make_pattern, spec.children)))
+
+
+def _find_tensors(pattern: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
+    kind = value.__class__
+    if pattern is _TENSOR:
+        if kind is not _TENSOR:
+            return False
+        tensors.append(value)
+        return True
+    if pattern.__class__ is _Plain:
+        own = pattern.value
+        return value is own or (kind is own.__class__ and bool(value == own))
+    children = pattern.children
+    if kind is not pattern.kind or len(value) != len(children):
+        return False
+    for child, one in zip(children, value, strict=True):  # noqa: SIM110  a generator takes twice as long
+        if not _find_tensors(child, one, tensors):
+            return False
+    return True
+
+
+def _make_value(pattern: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if pattern is _TENSOR:
+        return next(tensors)
+    if pattern.__class__ is _Plain:
+        return pattern.value
+    return pattern.kind([_make_value(child, tensors) for child in pattern.children])
+
+
 def describe_spec(spec: Spec) -> str:
     """Describe `spec` for an error message."""
     if isinstance(spec, TensorSpec):
@@ -307,7 +384,8 @@ class MessageTransport(Protocol):
         """Return the end of a line to and from `peer`, for tensors of `spec`; None if only Python can pass them.
 
         `sync_tags` are the tags of values that are acknowledged by a message of the tag `acknowledgement`, `plain_tags`
-        those of others, by sequence number.
+        those of others, by sequence number. An `acknowledgement` of -1 states that `spec` is not the first message of
+        its value.
         """
 
     def check(self, peer: int) -> None:

@@ -6,7 +6,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mpicoll.parallel.p2p.message_format import (
     PendingMessage,
     Spec,
     TensorSpec,
+    ValuePattern,
     allocate_host_buffer,
     as_bytes,
     copy_from_host,
@@ -229,9 +230,9 @@ class IncomingValue:
             self._tensors[0], self._restore = flatten_output(name, into)
         self._direct = True
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Have the value be `tensor`, which was made for it and receives its only message."""
-        self._tensors[0] = tensor
+    def keep(self, place: int, tensor: torch.Tensor) -> None:
+        """Have tensor number `place` of the value be `tensor`, which was made for it and receives a message."""
+        self._tensors[place] = tensor
 
     def next_buffer(self, nbytes: int) -> Memory | None:
         """Return the buffer for the next message, of `nbytes`; None if another size is expected."""
@@ -324,27 +325,36 @@ def _get_current_stream(into: torch.Tensor | None) -> Any:
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
-class Outbox:
-    """The sending end of a line on this stage. `end` passes values like the previous one in the extension; None if it
-    can't."""
+class RepeatedMessages(NamedTuple):
+    """The means to pass values like the previous one of a line in the extension: their `pattern`, for each message the
+    end of the line, and the number of the tensor that the message is."""
 
-    __slots__ = ("end", "layout", "number", "unacknowledged")
+    pattern: ValuePattern
+    ends: tuple[LineEnd, ...]
+    places: tuple[int, ...]
+
+
+class Outbox:
+    """The sending end of a line on this stage. `repeated` is None if the extension can't pass values like the previous
+    one."""
+
+    __slots__ = ("layout", "number", "repeated", "unacknowledged")
 
     def __init__(self) -> None:
-        self.end: LineEnd | None = None
+        self.repeated: RepeatedMessages | None = None
         self.layout: MessageLayout | None = None
         self.number = 0
         self.unacknowledged: deque[PendingSend] = deque()
 
 
 class Inbox:
-    """The receiving end of a line on this stage: receives without a value, or values without a receive. `end` is as in
-    :class:`Outbox`."""
+    """The receiving end of a line on this stage: receives without a value, or values without a receive. `repeated` is
+    as in :class:`Outbox`."""
 
-    __slots__ = ("arrived", "arriving", "broken", "end", "layout", "number", "waiting")
+    __slots__ = ("arrived", "arriving", "broken", "layout", "number", "repeated", "waiting")
 
     def __init__(self) -> None:
-        self.end: LineEnd | None = None
+        self.repeated: RepeatedMessages | None = None
         self.layout: MessageLayout | None = None
         self.number = 0
         self.waiting: deque[PendingRecv] = deque()

@@ -143,7 +143,10 @@ class PipeP2P:
 
     def isend(self, value: Any, stage: int, *, channel: int = 0) -> Request:
         """Send `value` to `stage` in the background. The request completes, with None, when `value` may be changed."""
-        return self._progress.make_request(self._start_send("isend", value, stage, channel, sync=False))
+        sending = self._repeated.start("isend", channel, stage, value)
+        if sending is None:
+            sending = self._start_send("isend", value, stage, channel, sync=False)
+        return self._progress.make_request(sending)
 
     def recv(
         self,
@@ -171,8 +174,11 @@ class PipeP2P:
         """
         if timeout is None:
             into, source = (None, tensor) if stage is None else (tensor, stage)
-            shape, dtype = _expected_tensor("recv", expect if into is None else None)
-            passed = self._repeated.exchange("recv", channel, None, PLAIN, None, source, PLAIN, into, shape, dtype)  # type: ignore[arg-type]
+            if into is None and expect is None:
+                passed = self._repeated.receive("recv", channel, source)
+            else:
+                shape, dtype = _expected_tensor("recv", expect if into is None else None)
+                passed = self._repeated.exchange("recv", channel, None, PLAIN, None, source, PLAIN, into, shape, dtype)  # type: ignore[arg-type]
             if passed is not NOT_PASSED:
                 return passed
         receiving = self._start_recv("recv", tensor, stage, channel, expect)

@@ -9,6 +9,7 @@ from itertools import count
 
 import torch
 
+from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.core.poller import poller
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.registered_wait import RegisteredWait
@@ -69,6 +70,8 @@ class PipeProgress:
         with self.lock:
             self._prune()
             pending = list(self._pending)
+        if not pending:
+            return
         try:
             self.complete(pending, timeout)
         finally:
@@ -108,6 +111,8 @@ class PipeProgress:
 
     def make_request(self, operation: PendingOperation) -> Request:
         """Return a request for `operation`, which has been started."""
+        if isinstance(operation, PendingSend) and operation.has_ended() and operation.error is None:
+            return Request(_Handle(self, operation), do_nothing)
         with self.lock:
             if len(self._pending) >= self._prune_above:
                 self._prune()

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.engine.core.request import Request
 from mpicoll.errors import (
     ArgumentError,
     CommunicationError,
@@ -283,16 +282,11 @@ class PipelineEngine:
     def _run_actions(self, batch: Batch) -> None:
         actions = batch.actions
         self._events = []
-        requests: dict[Action, Request] = {}
         own: dict[tuple[bool, int, int], Any] = {}
-        self._post_recv(actions[0], requests)
-        for action, following in zip(actions, [*actions[1:], None], strict=True):
-            if following is not None:
-                # Posted before this action computes, so that the input of the next one is received during the
-                # computation.
-                self._post_recv(following, requests)
-            if action in requests:
-                received = self._receive(batch, action, requests.pop(action))
+        for action in actions:
+            source = schedules.source(action, self.stage, self.stages, len(self.modules))
+            if source is not None and source[0] != self.stage:
+                received = self._receive(batch, action, *source)
             else:
                 received = own.pop(_get_input_key(action), None)
             begin = time.perf_counter()
@@ -306,10 +300,10 @@ class PipelineEngine:
             self._p2p.poll()
         self._p2p.wait()
 
-    def _receive(self, batch: Batch, action: Action, request: Request) -> Any:
-        """Wait for the input of `action` from another stage."""
+    def _receive(self, batch: Batch, action: Action, stage: int, chunk: int) -> Any:
+        """Receive the input of `action` from `chunk` of another stage."""
         try:
-            return self._unwrap(batch, *request.wait())
+            return self._unwrap(batch, *self._p2p.recv(stage, channel=_get_channel(action, chunk)))
         except CommunicationError as error:
             what = "output of the previous part" if action.kind == "F" else "gradient of its output"
             raise wrap_error(f"{batch.mark}: {action} needs the {what}: {error}", error) from error
@@ -336,12 +330,6 @@ class PipelineEngine:
             self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT_CHANNEL)
         self._p2p.wait()
         return found
-
-    def _post_recv(self, action: Action, requests: dict[Action, Request]) -> None:
-        """Start to receive the input of `action` from another stage."""
-        source_chunk = schedules.source(action, self.stage, self.stages, len(self.modules))
-        if source_chunk is not None and source_chunk[0] != self.stage:
-            requests[action] = self._p2p.irecv(source_chunk[0], channel=_get_channel(action, source_chunk[1]))
 
     def _execute(self, batch: Batch, action: Action, received: Any) -> Any:
         key = action.microbatch, action.chunk

@@ -15,7 +15,15 @@ from support.stage_values import DTYPES, Pair, same, value
 from torch.distributed.tensor import DTensor
 
 from mpicoll.errors import DeviceError, DTypeError
-from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, as_bytes, describe_spec, flatten, unflatten
+from mpicoll.parallel.p2p.message_format import (
+    MessageLayout,
+    TensorSpec,
+    ValuePattern,
+    as_bytes,
+    describe_spec,
+    flatten,
+    unflatten,
+)
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(lambda dtype, shape: torch.ones(shape, dtype=dtype), st.sampled_from(DTYPES), shapes)
@@ -147,3 +155,49 @@ def test_what_can_t_be_unpickled_can_be_described() -> None:
     assert describe_spec(structure(Unreadable())) == text
     assert describe_spec(structure((torch.ones(2), Unreadable()))) == f"(float32 (2,), {text})"
     assert describe_spec(structure({Unreadable(): torch.ones(2)})) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(values, values)
+def test_pattern_is_that_of_one_structure(one: Any, other: Any) -> None:
+    try:
+        pattern = ValuePattern(structure(one))
+    except ValueError:
+        return
+    inside: list[torch.Tensor] = []
+    flatten("send", one, inside)
+    found = pattern.find_tensors(one)
+    assert found is not None
+    assert all(left is right for left, right in zip(found, inside, strict=True))
+    assert same(pattern.make_value(found), one)
+    more: list[torch.Tensor] = []
+    kinds = [None if spec is None else str(spec) for spec in (structure(one), flatten("send", other, more))]
+    found = pattern.find_tensors(other)
+    if kinds[0] == kinds[1]:
+        assert found is not None
+    if found is not None:
+        assert same(pattern.make_value(more), other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, torch.ones(2)), (True, torch.ones(2))),
+        ((1, torch.ones(2)), (1.0, torch.ones(2))),
+        ((1, torch.ones(2)), [1, torch.ones(2)]),
+        ((1, torch.ones(2)), (1, torch.ones(2), None)),
+        ((1, torch.ones(2)), (1, torch.nn.Parameter(torch.ones(2)))),
+        (("one", [torch.ones(2)]), ("two", [torch.ones(2)])),
+        ((None, torch.ones(2)), (0, torch.ones(2))),
+        ((Pair, torch.ones(2)), None),
+        ({"a": torch.ones(2)}, None),
+        ((0.0, torch.ones(2)), None),
+    ],
+)
+def test_values_of_another_pattern(one: Any, other: Any) -> None:
+    """None as the other one: there is no pattern."""
+    if other is None:
+        with pytest.raises(ValueError, match=r" has more | may be changed"):
+            ValuePattern(structure(one))
+    else:
+        assert ValuePattern(structure(one)).find_tensors(other) is None

@@ -101,6 +101,116 @@ def test_what_may_change_from_value_to_value(several: Ranks) -> None:
     several(body)
 
 
+LARGE = 9_000
+"""Elements of a tensor that is a message of its own."""
+
+
+@pytest.mark.mpi
+@pytest.mark.extension
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_extension_passes_structured_values(count: int) -> None:
+    comm = mpicoll.world()
+    if comm.size < 2:
+        pytest.skip("needs two ranks")
+    with pipe() as p2p:
+        if p2p.stage < 2:
+            other, passed, sent = 1 - p2p.stage, [], []
+            for turn in range(100):
+                value = (0, "train", [torch.full((LARGE + part,), float(turn)) for part in range(count)])
+                if p2p.stage == 0:
+                    started = p2p._repeated.start("isend", 0, other, value)
+                    sent.append(started is not None)
+                    if started is None:
+                        p2p.isend(value, other)
+                    p2p.recv(other, channel=1)
+                    p2p.wait()
+                else:
+                    got = p2p._repeated.receive("recv", 0, other)
+                    passed.append(got is not NOT_PASSED)
+                    assert same(p2p.recv(other) if got is NOT_PASSED else got, value)
+                    p2p.send(torch.ones(1), other, channel=1)
+            assert sent[1:] == [True] * 99 if p2p.stage == 0 else any(passed)
+
+
+def test_structured_values(several: Ranks) -> None:
+    """What changes from value to value: the plain values, shapes, dtypes, the structure, and how they are sent."""
+
+    def body() -> None:
+        with pipe() as p2p:
+            if p2p.stage > 1:
+                return
+
+            def make(turn: int) -> Any:
+                large, other = torch.full((LARGE,), float(turn)), torch.full((3, LARGE), -float(turn))
+                odd = turn % 3 == 2
+                return [
+                    (0, "one", large),
+                    (turn % 2, "two", large),
+                    (0, large, other),
+                    [large, [other, (large.double() if odd else large, None)]],
+                    (large, other.t() if odd else other.t().contiguous().t()),
+                    (large, torch.full((LARGE - turn % 2,), 1.0)),
+                    (large, other.requires_grad_(odd)),
+                    (large, torch.full((3,), float(turn))),
+                    (torch.full((3,), 1.0), torch.full((4,), float(turn)), large),
+                    {"a": large, "b": turn},
+                    (torch.empty(0), large),
+                ][kind]
+
+            for kind in range(11):
+                for turn in range(2 * TURNS):
+                    other, value = 1 - p2p.stage, make(turn)
+                    if turn % 4 == 3 and p2p.stage == kind % 2:
+                        time.sleep(LATE)
+                    if p2p.stage == turn % 2:
+                        # Blocking sends are acknowledged.
+                        send = p2p.send if turn % 4 > 1 else p2p.isend
+                        send(value, other, channel=kind % 2)
+                    else:
+                        assert same(p2p.recv(other, channel=kind % 2), value)
+                    p2p.wait()
+
+    several(body)
+
+
+def test_a_structured_value_where_a_tensor_is_expected(several: Ranks) -> None:
+    def body() -> None:
+        with pipe() as p2p:
+            if p2p.stage > 1:
+                return
+            value = (0, torch.ones(LARGE))
+            for turn in range(TURNS):
+                if p2p.stage == 0:
+                    p2p.isend(value, 1)
+                    with pytest.raises(CommunicationError, match=r"expected a tensor|expected float32"):
+                        p2p.send(value, 1)
+                else:
+                    assert same(p2p.recv(0), value)
+                    with pytest.raises(CommunicationError, match=r"sent \(0, float32"):
+                        p2p.recv(torch.empty(LARGE), 0) if turn % 2 else p2p.recv(0, expect=(LARGE,))
+
+    several(body)
+
+
+def test_many_values_before_a_receive(several: Ranks) -> None:
+    def body() -> None:
+        with pipe() as p2p:
+            if p2p.stage > 1:
+                return
+            for turn in range(3):
+                if p2p.stage == 0:
+                    for number in range(10):
+                        p2p.isend((number % 2, torch.full((LARGE,), float(number)), torch.full((LARGE,), turn)), 1)
+                    p2p.wait()
+                else:
+                    time.sleep(LATE)
+                    for number in range(10):
+                        want = (number % 2, torch.full((LARGE,), float(number)), torch.full((LARGE,), turn))
+                        assert same(p2p.recv(0) if number % 3 else p2p.irecv(0).wait(), want)
+
+    several(body)
+
+
 def test_a_filled_tensor_has_a_new_version(several: Ranks) -> None:
     def body() -> None:
         with pipe() as p2p:
