@@ -95,6 +95,11 @@ def make_request(queue: OperationQueue, message: PendingMessage) -> Request:
     return Request(handle, handle.value)
 
 
+def makes_progress(request: Request) -> bool:
+    """Return True if the extension has started the message: it makes progress on it while no thread waits for it."""
+    return isinstance(request._handle, StartedMessage)  # noqa: SLF001  made by make_request
+
+
 class StartedMessage:
     """Message that the extension has started, as a request's handle."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpicoll.collectives import p2p
+from mpicoll.collectives.repeated_messages import makes_progress
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.poller import poller
 from mpicoll.engine.core.request import Request, waitall
@@ -256,7 +257,8 @@ class RingExchange:
         requests: list[Request] = [p2p.irecv(None, source, self._tag, out=one, comm=comm) for one in arriving]
         requests += [p2p.isend(one.detach(), dest, self._tag, comm=comm) for one in tensors]
         for request in requests:
-            poller.watch(request)
+            if not makes_progress(request):
+                poller.watch(request)
 
         def wait() -> list[Tensor]:
             try:
