@@ -6,10 +6,10 @@
  * queue. Each holds the lock of the queue.
  *
  * Other calls are deferred: nothing of them is done before they are completed, in the same ways, except that a test
- * leaves them to the thread of the queue, since they may have to wait for other ranks. These are calls of several steps,
- * calls in which ranks may access each other's arrays, those that would have to wait for a rank before they write to a
- * slot, and all that follow a deferred one. To wake the thread of the queue, which then competes with this one for the
- * interpreter lock, takes several times as long as many of these calls.
+ * leaves them to the thread of the queue, since they may have to wait for other ranks. These are calls of several
+ * steps, calls in which ranks may access each other's arrays, those that would have to wait for a rank before they
+ * write to a slot, and all that follow a deferred one. To wake the thread of the queue, which then competes with this
+ * one for the interpreter lock, takes several times as long as many of these calls.
  *
  * Calls are completed in the order in which they were begun, and none before a thread needs that one or a later one: to
  * wait for the ranks that have yet to begin a call may be a deadlock.

@@ -5,10 +5,10 @@
  * forbids that. All ranks draw the same conclusion from the same numbers. An operation ends with a step, after which
  * the arrays belong to their owners again.
  *
- * Where each rank sends and receives as much, it writes to the others' outputs, and reads none of their inputs: an input
- * that was just computed lies in the caches of its owner's core, from which another core reads several times slower, and
- * the owner reads it anyway for its own output. Where a rank sends to many or receives from many, both sides move a part
- * of each block, so that they take about the same time.
+ * Where each rank sends and receives as much, it writes to the others' outputs, and reads none of their inputs: an
+ * input that was just computed lies in the caches of its owner's core, from which another core reads several times
+ * slower, and the owner reads it anyway for its own output. Where a rank sends to many or receives from many, both
+ * sides move a part of each block, so that they take about the same time.
  */
 
 #define PY_SSIZE_T_CLEAN
