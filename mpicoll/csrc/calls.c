@@ -443,8 +443,11 @@ static char *pack_operands(const Place *input, const Place *result, Operands *op
         pack_elements(&input->layout, input->itemsize, packed);
         operands->source = packed;
     }
-    if (result->strided)
+    if (result->strided) {
         operands->target = packed + input_bytes;
+        /* A call may leave some of them, such as those beyond the border of a grid. */
+        pack_elements(&result->layout, result->itemsize, operands->target);
+    }
     return packed;
 }
 
