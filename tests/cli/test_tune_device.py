@@ -77,7 +77,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     name, _, reason = on_device.partition("|")
     assert name == expected
     assert reason.startswith(f"tuned for float on {shared}")
-    assert reason.endswith(f" on 2 ranks on 1 node, {path}")
+    assert f" on 2 ranks on 1 node, {path}; the host waits: " in reason
     assert "tuned" not in on_host
     # Each rank with a device of its own.
     assert not any("tuned" in choice for choice in choices(FAKECUDA_DEVICES="2"))

@@ -166,6 +166,7 @@ def test_a_work_that_the_device_has_yet_to_complete() -> None:
             seen = future.then(lambda done: now(done.value()[0]).clone())
             mpicoll.barrier()
             assert not future.done()
+            mpicoll.barrier()  # the word of rank 1 completes the future of rank 0
             word[0] = 1
             assert torch.equal(OnThisStream.now(x), torch.full((10,), 4.0))
             assert torch.equal(seen.wait(), torch.full((10,), 6.0))
