@@ -320,6 +320,41 @@ def test_large_values_are_copied_from_device_to_device(several: Ranks, monkeypat
     assert announced[True] == 9 * (several.local or 1)
 
 
+@pytest.mark.extension
+@pytest.mark.parametrize("how", ["mismatch", "unreceived", "no device"])
+def test_memory_of_values_that_no_receive_takes_serves_others(
+    several: Ranks, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is memory for 32 messages, which the sender would keep for those."""
+    announced = count_announcements(monkeypatch)
+
+    def body() -> None:
+        with own_stream():
+            p2p = PipeP2P(mpicoll.world(), timeout=30)
+            after, before = (p2p.stage + 1) % p2p.stages, (p2p.stage - 1) % p2p.stages
+            if how == "no device":
+                mpicoll.barrier()
+                monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+                mpicoll.barrier()
+            for _ in range(3 if how == "unreceived" else 35):
+                request = p2p.isend(late(numbers(p2p.stage, 20_000)), after)
+                if how != "unreceived":
+                    with pytest.raises(CommunicationError, match=r"was discarded|CUDA is not available"):
+                        p2p.recv(before, expect=(3,) if how == "mismatch" else None)
+                request.wait()
+            if how == "unreceived":
+                with pytest.raises(CommunicationError, match="3 values were sent here and not received"):
+                    p2p.close()
+            else:
+                p2p.close()
+            mpicoll.barrier()
+            assert all(one.is_idle for one in mpicoll.world()._core.registry.peer_messages)
+
+    several(body)
+    assert announced[True]
+    assert not announced[False]
+
+
 def test_a_stage_without_a_device_says_so(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         with pipe() as p2p:

@@ -80,6 +80,8 @@ class ChannelMux:
         self._wire = wire
         self.this_stage = this_stage
         self.peers = {stage: Peer(stage, names(stage), this_stage) for stage in wire.peers}
+        # Values that no receive takes, of which memory of their senders is to be given back.
+        self._discarded: list[IncomingValue] = []
 
     def post_send(self, sending: PendingSend, payload: list[torch.Tensor] | Memory) -> None:
         """Send tensors, or the bytes of an object."""
@@ -128,11 +130,14 @@ class ChannelMux:
             peer.num_needed += 1
 
     def cancel(self, receiving: PendingRecv) -> None:
-        """Cancel `receiving`, if no value has arrived for it."""
+        """Cancel `receiving`. A value that is arriving for it is lost."""
         waiting = receiving.peer.get_inbox(receiving.key).waiting
         if receiving in waiting:
             waiting.remove(receiving)
             receiving.peer.num_needed -= 1
+        elif receiving.arrival is not None:
+            self._discarded.append(receiving.arrival)
+            receiving.arrival = None
 
     def send_close(self) -> list[PendingMessage]:
         """Announce to all stages that this one sends nothing more, and wait for their announcements."""
@@ -142,12 +147,22 @@ class ChannelMux:
 
     def pump(self) -> None:
         """Receive available messages from the stages from which a message is needed."""
+        if self._discarded:
+            self._discarded = [one for one in self._discarded if not one.discard()]
         for peer in self.peers.values():
             if peer.num_needed:
                 try:
                     self._drain(peer)
                 except CommunicationError as error:
                     self.fail(peer, error)
+
+    def discard_unreceived(self) -> None:
+        """Give memory of values that were not received back to their senders, after all stages have closed."""
+        unreceived = [
+            arrival for peer in self.peers.values() for one in peer.inboxes.values() for arrival in one.arrived
+        ]
+        for arrival in (*self._discarded, *unreceived):
+            arrival.discard()
 
     def check_peer(self, peer: Peer) -> None:
         """Fail the operations that wait for `peer` if its process has exited."""
@@ -271,6 +286,7 @@ class ChannelMux:
             sent = "an object, sent by send_obj" if arrival.layout is None else describe_spec(arrival.layout.spec)
             mismatch = f"{receiving.peer.name} sent {sent}, but {self.this_stage} expected {receiving.expected}"
             receiving.error = CommunicationError(f"{self.this_stage}: {receiving}: {mismatch}; the value was discarded")
+            self._discarded.append(arrival)
         else:
             receiving.arrival = arrival
             if fresh and receiving.into is not None and receiving.into.is_cpu:

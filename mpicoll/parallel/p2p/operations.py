@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -147,6 +147,8 @@ class PendingRecv:
                 f" {error})"
             )
             self.error.__cause__ = error
+        if self.error is not None:
+            arrival.discard()
         self._ended = True
         self.arrival = None
         return True
@@ -263,6 +265,20 @@ class IncomingValue:
         self._staged.append((staged, parts))
         return staged
 
+    def discard(self) -> bool:
+        """Give memory back to the sender in which messages of this value lie, which no receive takes. Return False,
+        before that has been done, while messages of it arrive."""
+        if not self.complete:
+            return False
+        with suppress(CommunicationError):
+            if not pop_completed(self.moving):
+                return False
+            while self._announcements:
+                message = self._find_announced(self._announcements.popitem()[1])
+                if message is not None:
+                    message.drop()
+        return True
+
     def value(self, into: torch.Tensor | None) -> Any:
         """Return the received value; `into`, filled with it, if that is given."""
         if self.layout is None:
@@ -292,14 +308,14 @@ class IncomingValue:
             for number, start, stop in parts:
                 self._tensors[number] = leaves[number].empty()
                 places.append((self._tensors[number], staged[start:stop]))
-        for number in self._announcements:
+        for number in list(self._announcements):
             self._tensors[number] = leaves[number].empty()
             self._copy_announced(number, self._tensors[number])
         copy_from_host(places)
 
     def _copy_announced(self, number: int, target: torch.Tensor) -> None:
         """Copy tensor `number` from memory of the sender to `target`, which is contiguous."""
-        message = self._find_announced(self._announcements[number])
+        message = self._find_announced(self._announcements.pop(number))
         if message is None:
             raise CommunicationError("a message of an unexpected size was received in place of a tensor")
         copy_announced(message, target)

@@ -295,6 +295,7 @@ class PipeP2P:
         self._repeated.close()
         pending = self._progress.close(timeout)
         peers = self._mux.peers.values()
+        self._mux.discard_unreceived()
         self._wire.free()
         unreceived = [f"{peer.name} sent {what}" for peer in peers for what in peer.describe_unreceived()]
         if unreceived:
