@@ -120,7 +120,10 @@ class PeerMessages:
         try:
             with self.device.working(events):
                 if slot.memory is None:
-                    slot.memory = self.device.empty(_round(nbytes), np.dtype(np.uint8))
+                    try:
+                        slot.memory = self.device.empty(_round(nbytes), np.dtype(np.uint8))
+                    except MemoryError:  # what the program needs may fill the device
+                        return None
                     slot.export = self.device.export(slot.memory)
                 export = slot.export
                 if export is None:

@@ -203,6 +203,33 @@ def test_what_finds_no_memory_passes_through_the_host(
     assert announcements[False]
 
 
+def test_a_device_that_is_full(arrays: Cupy, announcements: Counter[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages pass through the host until there is memory again."""
+
+    def main() -> None:
+        connect(arrays)
+        rank, right, left = neighbours()
+        for full in (True, False):
+            mpicoll.barrier()
+            if rank == 0:
+                monkeypatch.setattr("mpicoll.buffers.cuda.streams.DeviceStreams.empty", refuse if full else empty)
+            mpicoll.barrier()
+            request = mpicoll.isend(arrays.put(values(rank)), right)
+            got = mpicoll.recv(np.zeros(COUNT, np.float32), left)
+            np.testing.assert_array_equal(got, values(left))
+            request.wait()
+
+    from mpicoll.buffers.cuda.streams import DeviceStreams
+
+    empty = DeviceStreams.empty
+
+    def refuse(*arguments: Any) -> Any:
+        raise MemoryError("Out of memory allocating 262,144 bytes")
+
+    mpicoll.run_local(main, 2, timeout=60)
+    assert announcements == {False: 2, True: 2}
+
+
 def test_larger_memory_takes_the_place_of_smaller(
     several: Ranks, arrays: Cupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
