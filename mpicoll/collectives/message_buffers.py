@@ -111,7 +111,7 @@ def _announce(comm: CommunicatorCore, buffer: Buffer, device: Device, dest: int,
     return announce(comm, buffer, device, dest, tag)
 
 
-def _may_be_announced(comm: CommunicatorCore, nbytes: int | None) -> bool:
+def may_be_announced(comm: CommunicatorCore, nbytes: int | None) -> bool:
     """Return True if an announcement may come in place of a message of that size."""
     return bool(comm.registry.peer_messages) and nbytes is not None and nbytes >= MIN_ANNOUNCED_BYTES
 
@@ -158,7 +158,7 @@ def repeat_exchange(
         _make_key(comm, "exchange", x, dest, sendtag),
         _make_key(comm, "exchange", x if out is None else out, source, recvtag),
     )
-    if _may_be_announced(comm, recv_buffer.call.nbytes):
+    if may_be_announced(comm, recv_buffer.call.nbytes):
         return
     if None in keys or not _has_bytes(x, data) or (out is not None and not _has_bytes(out, recv_buffer.memory)):
         return
@@ -205,7 +205,7 @@ def prepare_recv(
     like = x if out is None else out
     key = None if out is not None and x is not None else _make_key(comm, operation, like, source, tag)
     known: Call | None = None if key is None else comm.call_cache.get(key)
-    repeats = known is not None and not _may_be_announced(comm, known.nbytes)
+    repeats = known is not None and not may_be_announced(comm, known.nbytes)
     if known is not None and repeats and operation == "recv":
         repeat_recv(comm, x, out, source, tag, known)
     elif known is not None and repeats and operation == "irecv":
@@ -243,7 +243,7 @@ def _make_target(comm: CommunicatorCore, output: Buffer, disjoint_from: Array | 
     if device is None:
         return OutputArray(output, disjoint_from)
     # An announcement is received on the host.
-    direct = not _may_be_announced(comm, output.array.nbytes) and sends_device_memory(comm.checks.calls)
+    direct = not may_be_announced(comm, output.array.nbytes) and sends_device_memory(comm.checks.calls)
     return DeviceReceive(output, device, direct=direct)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpicoll.collectives.message_buffers import may_be_announced
 from mpicoll.collectives.repeated_messages import StartedMessage, repeat_started
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.queue import OperationQueue
@@ -88,6 +89,8 @@ class FastMessages:
         is "isend" or "irecv"."""
         comm = self._comm
         if comm.queue.calls is None or comm.checks.calls or type(tensor) is not torch.Tensor:
+            return
+        if name == "irecv" and may_be_announced(comm, tensor.nbytes):
             return
         key = f"{name}_work", tensor.dtype, tensor.shape, peer, tag
         if key not in comm.call_cache:

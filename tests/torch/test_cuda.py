@@ -274,6 +274,26 @@ def test_messages(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
+def test_messages_of_a_repeated_kind_from_the_device_to_the_host(several: Ranks) -> None:
+    """They may be announced, so the extension must not receive them."""
+
+    def body() -> None:
+        with group_of_all() as group:
+            rank, size = group.rank(), group.size()
+            right, left = (rank + 1) % size, (rank - 1) % size
+            dist.all_reduce(late(torch.ones(1)), group=group)
+            for turn in range(5):
+                target = torch.empty(20_000)
+                receiving = dist.irecv(target, group=group, group_src=left)
+                sending = dist.isend(late(numbers(rank + turn, 20_000)), group=group, group_dst=right)
+                receiving.wait()
+                assert torch.equal(target, numbers(left + turn, 20_000))
+                sending.wait()
+
+    several(body)
+
+
 def test_many_messages_at_once(several: Ranks) -> None:
     def body() -> None:
         with group_of_all() as group:
