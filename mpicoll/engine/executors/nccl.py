@@ -406,6 +406,10 @@ class Nccl:
 
         poll(ready, None, what)
 
+    def check_errors(self) -> None:
+        """Raise the error that NCCL has found in submitted work, which does not end then."""
+        self._communicator.check_async_error()
+
     def watch(self, what: str, begin: float) -> Callable[[], None]:
         """Return a function that raises the error of work that was begun at that time and is not done, if NCCL or
         another rank has failed or the work takes too long."""
@@ -414,7 +418,7 @@ class Nccl:
         def look() -> None:
             nonlocal failed_at
             now = time.monotonic()
-            self._communicator.check_async_error()
+            self.check_errors()
             if now - begin > self._transport.timeout:
                 raise Timeout(
                     f"{what}: rank {self._rank} of {self._size}: NCCL is not done within the timeout of"
@@ -464,10 +468,13 @@ class NcclOrder(SubmittedCollectives):
             raise
 
     def _find_failure(self) -> None:
-        """Return None: other ranks say nothing; they abort NCCL."""
+        """Return None: other ranks report no failure; they abort NCCL."""
 
     def _release(self) -> None:
         self._nccl.abort(f"an earlier collective failed ({self._failure})")
+
+    def _check_work(self) -> None:
+        self._nccl.check_errors()
 
     def _check_late_ranks(self, first: Completion) -> None:
         if self._looked_at is not first:

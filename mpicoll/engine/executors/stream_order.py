@@ -164,6 +164,9 @@ class SubmittedCollectives:
         """Raise the error of the first pending collective if a rank that it waits for has died, or is late."""
         raise NotImplementedError
 
+    def _check_work(self) -> None:
+        """Raise the error of pending work that has failed and does not end by itself."""
+
     # --- collectives
 
     def carry_out(
@@ -239,6 +242,7 @@ class SubmittedCollectives:
             return True  # the thread that submits it looks itself
         try:
             self.check()
+            self._check_work()
             if not self._watched:
                 self._check_late_ranks(first)
         except Exception as error:  # noqa: BLE001  raised by later calls

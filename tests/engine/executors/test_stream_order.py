@@ -805,3 +805,34 @@ def test_nccl_is_aborted_when_a_stream_is_late(cuda: ModuleType, monkeypatch: py
             mpicoll.barrier()
 
     mpicoll.run_local(body, 2, timeout=60)
+
+
+@pytest.mark.usefixtures("devices")
+def test_an_error_that_nccl_has_found(cuda: ModuleType) -> None:
+    """Also where the watchdog looks for ranks that are late."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        comm = world.duplicate()
+        with own_device(cuda) as stream:
+            x = cuda.ones(10)
+            mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            stream.synchronize()
+            order = comm._core.devices._native_order
+            hold = Hold(cuda) if world.rank == 1 else None
+            mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            order._watched = True
+            order._nccl.check_errors = fail
+            deadline = time.monotonic() + 20
+            while order._failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.raises(mpicoll.CommunicationError, match=r"an earlier collective .* failed: a link is down"):
+                mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+            if hold is not None:
+                hold.let_go()
+            mpicoll.barrier()
+
+    def fail() -> None:
+        raise RuntimeError("a link is down")
+
+    mpicoll.run_local(body, 2, timeout=60)
