@@ -481,6 +481,8 @@ def test_without_waiting_for_the_callers_stream_values_are_old(several: Ranks, m
 
     def body() -> None:
         with group_of_all() as group:
+            # What the first collective of a communicator tries waits for all streams.
+            dist.all_reduce(cuda(torch.ones(1)), group=group)
             for name in ("all_reduce", "all_gather", "reduce_scatter_single"):
                 case = Case(group, Played(), "contiguous")
                 case(name, False)
