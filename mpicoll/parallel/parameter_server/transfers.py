@@ -249,7 +249,7 @@ class PolledTransfers:
         return pending
 
     def recv(self, link: int, data: Array, tag: int) -> Pending:
-        # Who waits for it tests it.
+        # The thread that waits for it tests it.
         return self._links[link].recv(data, tag)
 
     def send_in_turn(self, link: int, data: Array, tag: int) -> QueuedSend:

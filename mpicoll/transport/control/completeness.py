@@ -22,7 +22,7 @@ class Completeness:
         self._links = links
         self._missing = missing
         self._owes_report = False  # the hub is to know when all children have reported
-        self._to_tell: dict[Connection, None] = {}  # clients to be told when all ranks have reported
+        self._unanswered: dict[Connection, None] = {}  # clients that are answered when all ranks have reported
 
     @property
     def is_complete(self) -> bool:
@@ -50,21 +50,21 @@ class Completeness:
         one.has_reported = True
         one.has_reported_all = content.get("all") is True
         if one.role == "client" and not self._members.is_in_group(one.rank):
-            self._to_tell[one] = None
+            self._unanswered[one] = None
 
     def send(self) -> None:
-        """Tell the hub, and as the root the leaders, when all ranks below have reported."""
-        if not (self._owes_report or self._to_tell) or not self._have_children_reported():
+        """Report to the hub, and as the root to the leaders, when all ranks below have reported."""
+        if not (self._owes_report or self._unanswered) or not self._have_children_reported():
             return
         rank, hub = self._members.rank, self._links.hub
         if self._owes_report and hub is not None:
             self._owes_report = False
             hub.enqueue([(REPORTED, rank, hub.rank, b"{}")])
         if self._members.is_hub:
-            for one in self._to_tell:
+            for one in self._unanswered:
                 one.enqueue([(REPORTED, rank, one.rank, encode({"all": True}))])
-            self._to_tell.clear()
+            self._unanswered.clear()
 
     def drop(self, one: Connection) -> None:
-        """Tell nothing on a connection that is closed."""
-        self._to_tell.pop(one, None)
+        """Send no answer on a connection that is closed."""
+        self._unanswered.pop(one, None)

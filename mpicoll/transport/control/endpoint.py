@@ -141,7 +141,7 @@ class Endpoint:
             roles = ("client", "hub") if self.members.is_tree else ("client",)
             self.farewells.confirm([one for one in self._links.unwritten if one.role in roles])
             self._links.write()
-        if self._resign_at != float("inf") and (self._has_left_nobody() or self._resign_at <= self._now()):
+        if self._resign_at != float("inf") and (self._have_clients_left() or self._resign_at <= self._now()):
             self._stop_lingering()
             self._links.write()
 
@@ -181,7 +181,7 @@ class Endpoint:
         elif self.members.hub >= 0:
             self._resign(farewell)
 
-    def _has_left_nobody(self) -> bool:
+    def _have_clients_left(self) -> bool:
         """Return True if all clients of this hub have left, or died, and need nothing of it any more."""
         members = self.members
         is_last = members.is_alone
@@ -500,8 +500,8 @@ class Endpoint:
                 self._forward_at = self._now() + self._forwarding_delay()
             self.farewells.unsent[gone.rank] = reporter
         else:
-            [report] = self._reports_of([gone])
-            for one in self._receivers_of_exits():
+            [report] = self._make_reports([gone])
+            for one in self._list_receivers_of_exits():
                 if one is not reporter and one.rank != gone.rank:
                     one.enqueue([report])
             # Before the messages that other ranks send when they know of it.
@@ -530,7 +530,7 @@ class Endpoint:
         self.farewells.unsent = {}
         packets = self.farewells.make_packets(unsent)
         reporters = set(unsent.values())
-        for one in self._receivers_of_exits():
+        for one in self._list_receivers_of_exits():
             if one not in reporters:
                 one.enqueue(packets)
             else:
@@ -539,12 +539,12 @@ class Endpoint:
             for packet in packets:
                 self._links.send_to_client(rank, packet)
 
-    def _receivers_of_exits(self) -> list[Connection]:
+    def _list_receivers_of_exits(self) -> list[Connection]:
         """Return the connections on which exits are reported: clients that have left need no reports."""
         received = self.farewells.received
         return [one for one in self._links.established() if one.role != "client" or one.rank not in received]
 
-    def _reports_of(self, exits: Sequence[PeerExit]) -> list[Packet]:
+    def _make_reports(self, exits: Sequence[PeerExit]) -> list[Packet]:
         """Return the packets that report exits to other ranks: the farewells where there were some."""
         left = [gone.rank for gone in exits if gone.rank in self.farewells.received]
         died = [gone for gone in exits if gone.rank not in self.farewells.received]
@@ -656,7 +656,7 @@ class Endpoint:
         self._links.add_hub(one)
         # From now on the other side takes the end of this connection for the end of this process.
         one.enqueue([(JOINED, self.rank, one.rank, encode({"exits": self.members.list_ranges()}))])
-        one.enqueue(self._reports_of(self.members.unknown_exits(one.known_exits)))
+        one.enqueue(self._make_reports(self.members.list_unknown_exits(one.known_exits)))
         self._completeness.report_to(one)
         one.enqueue(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
         # A rank that leads no more has none of them, or those of ranks that will send them to its hub.
@@ -733,7 +733,7 @@ class Endpoint:
         self._update_missing(rank)
         self._update_leader(rank, leader)
         one.enqueue(self._links.take_for_client(rank))
-        one.enqueue(self._reports_of(self.members.unknown_exits(one.known_exits)))
+        one.enqueue(self._make_reports(self.members.list_unknown_exits(one.known_exits)))
         if self.members.resigned and self.farewells.own is not None:
             one.enqueue([self.farewells.own])
             if rank > self.rank and rank not in self.members.exits:

@@ -151,8 +151,8 @@ class Membership:
         ranges.sort(key=lambda one: one[0] - one[1])
         return [(first, last) for first, last in ranges[:_MOST_RANGES]]
 
-    def unknown_exits(self, known: Iterable[tuple[int, int]]) -> list[PeerExit]:
-        """Return the exits that a rank which knows those in the ranges `known` has to be told."""
+    def list_unknown_exits(self, known: Iterable[tuple[int, int]]) -> list[PeerExit]:
+        """Return the exits that are not in the ranges `known`."""
         exits = self.exits.copy()
         for first, last in known:
             for rank in range(max(first, 0), min(last + 1, self.size)):

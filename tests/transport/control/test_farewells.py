@@ -186,9 +186,9 @@ def test_exits_that_a_peer_does_not_know() -> None:
     assert ranges[0] == (0, 8)
     assert 20 < len(ranges) < 30
     assert len(encode({"exits": ranges})) < 500
-    unknown = [one.rank for one in members.unknown_exits(ranges)]
+    unknown = [one.rank for one in members.list_unknown_exits(ranges)]
     assert sorted([*unknown, *(rank for first, last in ranges for rank in range(first, last + 1))]) == sorted(
         members.exits
     )
-    assert len(members.unknown_exits([])) == len(members.exits)
-    assert members.unknown_exits([(-5, 10**12)]) == []
+    assert len(members.list_unknown_exits([])) == len(members.exits)
+    assert members.list_unknown_exits([(-5, 10**12)]) == []
