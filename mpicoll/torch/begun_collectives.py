@@ -12,8 +12,8 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.torch.callback_comms import CallbackQueue
 from mpicoll.torch.work import CallbackScheduler, Work, WorkHandle
 
-_NO_TIMEOUT = timedelta(0)
-"""Upper bound of unset timeouts."""
+UNSET_TIMEOUT = timedelta(0)
+"""Upper bound of unset timeouts: without a timeout torch's options hold a negative value."""
 
 
 class CollectiveWork(Work):
@@ -63,6 +63,6 @@ class BegunCollectives:
             return None
         work: CollectiveWork = CollectiveWork()
         work.handle, work.outputs, work._schedule = begun, outputs, self._schedule
-        if opts.timeout > _NO_TIMEOUT:
+        if opts.timeout > UNSET_TIMEOUT:
             work.bound = opts.timeout.total_seconds()
         return work

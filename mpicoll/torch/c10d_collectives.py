@@ -93,7 +93,7 @@ def convert_reduce_op(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
 
     Raises DTypeError if `op` is not a reduction that mpicoll supports.
     """
-    name = _OPS.get(hash(op)) if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) else None
+    name = get_op_name(op)
     if name is None:
         raise DTypeError(
             f"{operation}: {op!r} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM of"

@@ -25,7 +25,7 @@ from mpicoll.engine.dispatch import DeferringTask, Task
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError
 from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
-from mpicoll.torch.begun_collectives import BegunCollectives
+from mpicoll.torch.begun_collectives import UNSET_TIMEOUT, BegunCollectives
 from mpicoll.torch.c10d_collectives import get_op_name
 from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_messages import FastMessages
@@ -52,9 +52,6 @@ direct_operations: dict[Any, GroupOperations] = {}
 process group, so the cycle would never be collected."""
 
 _log = logging.getLogger("mpicoll")
-
-_UNSET_TIMEOUT = timedelta(0)
-"""Upper bound of unset timeouts: without a timeout torch's options hold a negative value."""
 
 
 class GroupOperations:
@@ -313,7 +310,7 @@ class GroupOperations:
         With a timeout (of this call, or of the group if that is shorter than MPICOLL_TIMEOUT), raise Timeout when it
         expires; the barrier is then still pending.
         """
-        own = opts.timeout > _UNSET_TIMEOUT
+        own = opts.timeout > UNSET_TIMEOUT
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A blocking MPI call can't be interrupted, so the barrier runs in the background.
             work = self.start("barrier", c10d_collectives.barrier, [])
@@ -419,7 +416,7 @@ class GroupOperations:
         place = outputs[0].device if outputs and outputs[0].is_cuda and outputs[0].layout is torch.strided else None
         if opts.asyncOp:
             work = self.start(name, prepare, outputs, place)
-            if opts.timeout > _UNSET_TIMEOUT:
+            if opts.timeout > UNSET_TIMEOUT:
                 work.bound = opts.timeout.total_seconds()
             return work
         comm = self._callback_comms.get_current().core
