@@ -60,7 +60,7 @@ struct BackgroundMessage {
     int lane, tag;
     bool sends, in_turn;
     atomic_bool cancelling; /* a caller waits for that */
-    bool asked;             /* MPI, to cancel it */
+    bool asks, asked;       /* MPI to cancel it: now, once */
     bool cancelled;         /* some of it was */
     int left;               /* pieces that have not completed */
     int source, source_tag; /* of a message that has arrived */
@@ -320,17 +320,21 @@ static bool complete_messages(Messages *all)
 
 static void cancel_receives(Messages *all)
 {
+    /* At first, since a caller may cancel another message meanwhile: MPI is asked for all pieces of one, or none. */
     for (int i = 0; i < all->active_count; i++) {
         Message *one = all->active[i];
-        if (one->cancelling) {
-            one->asked = true;
+        if (atomic_exchange(&one->cancelling, false) && !one->asked)
+            one->asks = one->asked = true; /* MPI is asked once */
+    }
+    for (int i = 0; i < all->active_count; i++) {
+        if (all->active[i]->asks) {
             Handle request = {0};
             memcpy(&request, all->requests + (size_t)i * (size_t)mpi.handle_bytes, (size_t)mpi.handle_bytes);
             mpi.cancel(&request); /* it completes, in any case */
         }
     }
     for (int i = 0; i < all->active_count; i++)
-        all->active[i]->cancelling = false; /* MPI is asked once */
+        all->active[i]->asks = false;
 }
 
 /* Return the time of the next look, after one to no effect. 0: there is nothing to look for. */

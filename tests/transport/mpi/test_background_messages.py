@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +143,24 @@ def test_a_cancelled_receive_takes_no_message(end: Any, queue: Any) -> None:
     assert first.tolist() == [0] * 4
     assert second.tolist() == [9] * 4
     assert later.cancel() == (left, 5, 4), "it has arrived before"
+
+
+def test_receives_that_several_threads_cancel(end: Any, queue: Any) -> None:
+    """While the thread cancels some, others are cancelled."""
+    each, several = 200, 8
+    receives = [queue.recv(end.rank, np.zeros(200_000, np.uint8), tag) for tag in range(each * several)]
+    begin, left = threading.Barrier(several), []
+
+    def cancel(some: list[Any]) -> None:
+        begin.wait(SECONDS)
+        left.extend(one.cancel() for one in some)
+
+    threads = [threading.Thread(target=cancel, args=(receives[at::several],)) for at in range(several)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert left == [None] * len(receives)
 
 
 def test_memory_that_is_too_small(end: Any, queue: Any) -> None:
