@@ -87,11 +87,10 @@ def test_every_collective_has_three_forms_with_the_same_arguments(collective: st
         for name in (collective, f"i{collective}", f"{collective}_init")
     ]
     blocking = forms[0]
-    # Only what blocks has a bound of its own. Where the type of the result follows from that of `x`, overloads state it.
+    # Only what blocks has a bound of its own. Overloads state a type of the result that follows from that of `x`.
     assert list(blocking)[-1] == "timeout"
-    expected, *found = ([one.replace(annotation=None) if one.name == "x" else one for one in of.values()] for of in forms)
-    for one in found:
-        assert one == expected[:-1]
+    lists = [[one.replace(annotation=None) if one.name == "x" else one for one in form.values()] for form in forms]
+    assert lists[1:] == [lists[0][:-1]] * 2
 
 
 def test_public_members_of_a_communicator() -> None:

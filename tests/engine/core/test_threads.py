@@ -85,7 +85,7 @@ def test_memory_that_a_thread_can_not_read() -> None:
         for collective in ("allreduce", "alltoall"):
             if world.rank == 1:
                 arena.set_processes([1 << 30] * world.size)  # more than the kernel's largest number of a process
-            with pytest.raises(mpicoll.CommunicationError, match=r"can't (read|write to) the memory|failed in this operation"):
+            with pytest.raises(mpicoll.CommunicationError, match=r"can't (read|write to) the|failed in this"):
                 getattr(mpicoll, collective)(x, algorithm="cma")
             arena.set_processes([0] * world.size)
         np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="cma"), world.size)

@@ -751,27 +751,27 @@ def test_nccl_does_not_keep_the_host_waiting(cuda: ModuleType, several: Ranks, r
     """All-reduces by NCCL and by ipc in turns, each of the result of the one before, of an input that is late."""
 
     def body() -> None:
-        world = mpicoll.world()
-        with own_device(cuda) as stream:
-            x, new = (cuda.asarray(np.full(300, value)) for value in (0.0, world.rank + 1.0))
+        # Not that of all tests, which goes on where there is one device.
+        with mpicoll.world().duplicate() as comm, own_device(cuda) as stream:
+            x, new = (cuda.asarray(np.full(300, value)) for value in (0.0, comm.rank + 1.0))
             for algorithm in ("nccl", "ipc"):  # which they begin by meeting
-                mpicoll.allreduce(x, algorithm=algorithm)
+                mpicoll.allreduce(x, algorithm=algorithm, comm=comm)
             stream.synchronize()
-            assert "ordered by streams" in str(mpicoll.explain("allreduce", 2400, algorithm="nccl", like=x))
+            assert "ordered by streams" in str(mpicoll.explain("allreduce", 2400, algorithm="nccl", like=x, comm=comm))
             for turn in range(4):
-                hold = Hold(cuda) if world.rank == turn % world.size else None
+                hold = Hold(cuda) if comm.rank == turn % comm.size else None
                 x[...] = new
-                blocks = cuda.arange(4.0 * world.size)
+                blocks = cuda.arange(4.0 * comm.size)
                 with refuse_waits():
                     for algorithm in ("nccl", "ipc", "nccl"):
-                        mpicoll.allreduce(x, out=x, algorithm=algorithm)
-                    total = mpicoll.allreduce(x, algorithm="nccl")
-                    parts = mpicoll.alltoall(blocks, algorithm="nccl")
+                        mpicoll.allreduce(x, out=x, algorithm=algorithm, comm=comm)
+                    total = mpicoll.allreduce(x, algorithm="nccl", comm=comm)
+                    parts = mpicoll.alltoall(blocks, algorithm="nccl", comm=comm)
                 if hold is not None:
                     hold.let_go()
-                assert (total.get() == sum(range(world.size + 1)) * world.size**3).all()
-                assert parts.get().tolist() == [*range(4 * world.rank, 4 * world.rank + 4)] * world.size
-                mpicoll.barrier()
+                assert (total.get() == sum(range(comm.size + 1)) * comm.size**3).all()
+                assert parts.get().tolist() == [*range(4 * comm.rank, 4 * comm.rank + 4)] * comm.size
+                mpicoll.barrier(comm=comm)
 
     several(body)
 
