@@ -35,6 +35,7 @@
 #include <sys/prctl.h>
 #endif
 
+#include "clock.h"
 #include "messages.h"
 #include "mpi_library.h"
 
@@ -106,12 +107,7 @@ typedef struct {
 
 static PyTypeObject *message_type;
 
-static uint64_t read_time(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
+static uint64_t read_time(void) { return (uint64_t)read_nanoseconds(CLOCK_MONOTONIC); }
 
 static struct timespec to_timespec(uint64_t nanoseconds)
 {

@@ -38,17 +38,10 @@ static inline uint64_t read_counter(void)
 #endif
 }
 
-static uint64_t read_system_clock(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* Read the clock, and compare the counter with it. */
 static uint64_t calibrate(void)
 {
-    const uint64_t before = read_counter(), now = read_system_clock(), after = read_counter();
+    const uint64_t before = read_counter(), now = (uint64_t)read_nanoseconds(CLOCK_MONOTONIC), after = read_counter();
     if (after == 0 || after - before > MAX_READING)
         return now;
     const uint64_t passed = now - base, ticks = before - base_ticks;

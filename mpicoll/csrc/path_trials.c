@@ -21,7 +21,7 @@
 #define _GNU_SOURCE
 #include "path_trials.h"
 
-#include <time.h>
+#include "clock.h"
 
 enum {
     LATE = 8, /* calls before the first round: the slots of a message are at different places in that many */
@@ -43,13 +43,6 @@ static const uint32_t rounds[] = {0, 32, 128, 1024};
 
 _Static_assert(CALL_BITS + 1 + 2 * TIME_BITS <= 64, "all that is posted is one number");
 
-static int64_t read_nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 void begin_trials(PathTrials *trials, size_t nbytes)
 {
     const bool large = nbytes >= LARGE;
@@ -58,7 +51,7 @@ void begin_trials(PathTrials *trials, size_t nbytes)
 
 void begin_trial(PathTrials *trials)
 {
-    trials->begin = read_nanoseconds();
+    trials->begin = read_nanoseconds(CLOCK_MONOTONIC);
     trials->is_timed = trials->written = false;
 }
 
@@ -142,7 +135,7 @@ void end_trial(PathTrials *trials)
     const int path = trials->reads;
     if (!trials->is_timed || trials->timed[path] == MOST_TRIES)
         return;
-    const int64_t units = (read_nanoseconds() - trials->begin) / UNIT + 1;
+    const int64_t units = (read_nanoseconds(CLOCK_MONOTONIC) - trials->begin) / UNIT + 1;
     trials->times[path][trials->timed[path]++] = units < LONGEST ? (uint32_t)units : LONGEST;
     const uint32_t measured = find_typical(trials->times[path], trials->timed[path]), former = trials->former[path];
     trials->measured[path] = measured;

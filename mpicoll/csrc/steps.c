@@ -45,6 +45,7 @@
 #include <unistd.h>
 #endif
 
+#include "clock.h"
 #include "direct.h"
 #include "records.h"
 
@@ -347,13 +348,6 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     wait_for_change(flag, number, &limit);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
-}
-
-static int64_t read_nanoseconds(clockid_t clock)
-{
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* Poll for some nanoseconds. Returns false if the wait is not over. */
