@@ -31,9 +31,10 @@ static bool find_numpy_memory(PyObject *array, bool writable, bool strided, Memo
     const NumpyArray *one = (const NumpyArray *)(const void *)array;
     const unsigned int needed = (strided ? 0 : C_CONTIGUOUS) | ALIGNED | (writable ? WRITEABLE : 0);
     const unsigned int flags = (unsigned int)one->flags;
+    const Py_ssize_t *strides = flags & C_CONTIGUOUS ? NULL : one->strides;
     if ((flags & needed) != needed || (writable && (flags & WARN_ON_WRITE)) || one->ndim > DIMENSIONS)
         return false;
-    *memory = (Memory){one->data, (uintptr_t)one->dtype, one->ndim, one->shape, strided ? one->strides : NULL, 1};
+    *memory = (Memory){one->data, (uintptr_t)one->dtype, one->ndim, one->shape, strides, 1};
     return true;
 }
 
@@ -175,8 +176,10 @@ static bool find_torch_memory(PyObject *array, bool strided, Memory *memory)
         PyErr_Clear();
         return false;
     }
-    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || tensor.data == NULL ||
-        (!strided && !is_contiguous(&tensor)))
+    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || tensor.data == NULL)
+        return false;
+    const bool contiguous = is_contiguous(&tensor);
+    if (!strided && !contiguous)
         return false;
     /* The memory of a tensor that is negated or conjugated lazily doesn't hold its values. */
     if (tensor.dtype.code == COMPLEX || !is_false(is_neg, array))
@@ -184,7 +187,7 @@ static bool find_torch_memory(PyObject *array, bool strided, Memory *memory)
     uintptr_t dtype = (uintptr_t)tensor.dtype.lanes << 16 | (uintptr_t)tensor.dtype.bits << 8 | tensor.dtype.code;
     *memory = (Memory){
         (char *)tensor.data + tensor.offset, dtype << 1 | 1, tensor.ndim, (const Py_ssize_t *)(void *)tensor.shape,
-        strided ? (const Py_ssize_t *)(void *)tensor.strides : NULL, tensor.dtype.bits / 8};
+        contiguous ? NULL : (const Py_ssize_t *)(void *)tensor.strides, tensor.dtype.bits / 8};
     return true;
 }
 
@@ -231,9 +234,9 @@ bool find_memory(PyObject *array, bool writable, Memory *memory)
 
 bool find_strided_memory(PyObject *array, bool writable, Memory *memory)
 {
-    if (!find_any_memory(array, writable, true, memory) || memory->ndim == 0 || memory->strides == NULL)
+    if (!find_any_memory(array, writable, true, memory))
         return false;
-    for (int i = 0; i < memory->ndim; i++) {
+    for (int i = 0; memory->strides != NULL && i < memory->ndim; i++) {
         /* Without elements, or with several at one address. */
         if (memory->shape[i] == 0 || (memory->shape[i] > 1 && memory->strides[i] == 0))
             return false;
@@ -241,9 +244,9 @@ bool find_strided_memory(PyObject *array, bool writable, Memory *memory)
     return true;
 }
 
-Layout copy_layout(const Memory *memory)
+ElementLayout copy_layout(const Memory *memory)
 {
-    Layout layout = {.data = memory->data, .ndim = memory->ndim};
+    ElementLayout layout = {.data = memory->data, .ndim = memory->ndim};
     for (int i = 0; i < memory->ndim; i++) {
         layout.shape[i] = memory->shape[i];
         layout.strides[i] = memory->strides[i] * memory->unit;
@@ -251,7 +254,7 @@ Layout copy_layout(const Memory *memory)
     return layout;
 }
 
-size_t find_extent(const Layout *layout, size_t itemsize, const char **begin)
+size_t find_extent(const ElementLayout *layout, size_t itemsize, const char **begin)
 {
     size_t nbytes = itemsize;
     *begin = layout->data;
@@ -286,7 +289,7 @@ static inline __attribute__((always_inline)) void copy_row(
 }
 
 static inline __attribute__((always_inline)) void copy_elements(
-    const Layout *layout, size_t itemsize, char *packed, bool packs)
+    const ElementLayout *layout, size_t itemsize, char *packed, bool packs)
 {
     const int last = layout->ndim - 1;
     const Py_ssize_t count = layout->shape[last];
@@ -304,9 +307,12 @@ static inline __attribute__((always_inline)) void copy_elements(
     }
 }
 
-void pack_elements(const Layout *layout, size_t itemsize, char *to) { copy_elements(layout, itemsize, to, true); }
+void pack_elements(const ElementLayout *layout, size_t itemsize, char *to)
+{
+    copy_elements(layout, itemsize, to, true);
+}
 
-void unpack_elements(const Layout *layout, size_t itemsize, const char *from)
+void unpack_elements(const ElementLayout *layout, size_t itemsize, const char *from)
 {
     copy_elements(layout, itemsize, (char *)(uintptr_t)from, false);
 }

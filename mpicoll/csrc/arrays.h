@@ -26,24 +26,24 @@ typedef struct {
     char *data;
     int ndim;
     Py_ssize_t shape[DIMENSIONS], strides[DIMENSIONS]; /* in bytes */
-} Layout;
+} ElementLayout;
 
 /* Find the memory of an array, and return true; `writable` states that it will be written to. Returns false, without an
  * exception, for everything but plain arrays whose elements are contiguous. */
 bool find_memory(PyObject *array, bool writable, Memory *memory);
 
-/* The same for arrays whose elements are not contiguous, but apart from each other. */
+/* The same also for arrays whose elements are not contiguous, but apart from each other. */
 bool find_strided_memory(PyObject *array, bool writable, Memory *memory);
 
 /* Return the layout of such an array, which it may change while other code runs. */
-Layout copy_layout(const Memory *memory);
+ElementLayout copy_layout(const Memory *memory);
 
 /* Return the number of bytes from the first to the last one of the elements, and where they begin. */
-size_t find_extent(const Layout *layout, size_t itemsize, const char **begin);
+size_t find_extent(const ElementLayout *layout, size_t itemsize, const char **begin);
 
 /* Copy the elements, of `itemsize` bytes, to contiguous memory, in C's order, or from there. */
-void pack_elements(const Layout *layout, size_t itemsize, char *to);
-void unpack_elements(const Layout *layout, size_t itemsize, const char *from);
+void pack_elements(const ElementLayout *layout, size_t itemsize, char *to);
+void unpack_elements(const ElementLayout *layout, size_t itemsize, const char *from);
 
 /* Return true if `make_array` can make arrays like `like`. */
 bool can_make(PyObject *like);

@@ -409,7 +409,7 @@ static PyObject *start_message(
 /* An array of a call, whose elements may not be contiguous. */
 typedef struct {
     bool strided;
-    Layout layout;
+    ElementLayout layout;
     size_t itemsize;
     const char *begin;
     size_t extent;
@@ -451,23 +451,17 @@ static char *pack_operands(const Place *input, const Place *result, Operands *op
     return packed;
 }
 
-/* Find the memory of an array that Python need not look at. */
-static inline bool find_array(PyObject *array, bool writable, Memory *memory)
-{
-    return find_memory(array, writable, memory) || find_strided_memory(array, writable, memory);
-}
-
 /* Carry out a call, or begin it. Returns a new reference to its result, or its request; or NULL: with an exception, or
  * without one if Python has to carry out the call. */
 static PyObject *run_call(
     Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size, bool begins)
 {
     Memory from = {0}, to = {0};
-    if ((x == Py_None && out == Py_None) || (x != Py_None && !find_array(x, x == out, &from)))
+    if ((x == Py_None && out == Py_None) || (x != Py_None && !find_strided_memory(x, x == out, &from)))
         return NULL;
     if (out == x)
         to = from;
-    else if (out != Py_None && !find_array(out, true, &to))
+    else if (out != Py_None && !find_strided_memory(out, true, &to))
         return NULL;
     const Entry *entry = find_entry(calls, key, size, x == Py_None ? NULL : &from, out == Py_None ? NULL : &to);
     if (entry == NULL)
@@ -585,7 +579,7 @@ static void clear_entry(Entry *entry)
 /* Set what an array of an entry is like. Returns 1, 0 if such arrays are left to Python, -1 with an exception. */
 static int describe_array(PyObject *array, Memory *memory, Kind *kind, size_t *nbytes, PyObject **dtype)
 {
-    if (!find_array(array, false, memory))
+    if (!find_strided_memory(array, false, memory))
         return 0;
     *kind = (Kind){.dtype = memory->dtype, .ndim = memory->ndim};
     /* An array without dimensions may come without a shape. */
