@@ -104,7 +104,7 @@ def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag:
 def _announce(comm: CommunicatorCore, buffer: Buffer, device: Device, dest: int, tag: int) -> Array | None:
     """Return the announcement of a message to rank `dest` that the receiver copies from memory of `device`; None if it
     passes through the host."""
-    if buffer.array.nbytes < MIN_ANNOUNCED_BYTES or dest is PROC_NULL or not comm.registry.peer_messages:
+    if dest is PROC_NULL or not may_be_announced(comm, buffer.array.nbytes):
         return None
     from mpicoll.engine.executors.peer_messages import announce
 

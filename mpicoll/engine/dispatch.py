@@ -337,7 +337,7 @@ def _bind_on_device(operation: Operation, device: Device, call: Call | None) -> 
 
         choice = choose_after_exchange()
         device_context = _get_device_context(operation.comm, device)
-        if choice.name == NCCL and (native := device_context.find_native_order()) is not None:
+        if choice.name == NCCL and (native := device_context.native_order) is not None:
             submit = partial(native.submit, operation.arrays.run_native)
             complete_or_defer(native.carry_out(operation.after, submit, kept=operation))
             return

@@ -56,7 +56,8 @@ class DeviceContext:
         # The reason why messages pass through the host, after the exchange.
         self._no_messages: str | None = None
         self._native: nccl.Nccl | None = None
-        self._native_order: nccl.NcclOrder | None = None
+        self.native_order: nccl.NcclOrder | None = None
+        """Order of NCCL's collectives; None where the host waits for them, or NCCL is not available."""
         # The reason why the host waits for all collectives, after the exchange.
         self._host_order: str | None = None
         self._page_locked: Arena | None = None
@@ -169,10 +170,6 @@ class DeviceContext:
         for them: functions of the caller may need it."""
         return self._order if reduction is None or reduction.has_kernel else None
 
-    def find_native_order(self) -> nccl.NcclOrder | None:
-        """Return the order of NCCL's collectives; None where the host waits for them, or NCCL is not available."""
-        return self._native_order
-
     def make_exchanger(self) -> Exchanger:
         """Return the exchange of messages in device memory. The same kind on all ranks."""
         kind = DirectExchanger if "send" in self._aware else StagedExchanger
@@ -225,12 +222,12 @@ class DeviceContext:
                 self._native = created
                 comm = self._comm()
                 if self._host_order is None and comm is not None:
-                    self._native_order = nccl.NcclOrder(comm, self.device, created)
+                    self.native_order = nccl.NcclOrder(comm, self.device, created)
         return self._native
 
     def complete(self) -> None:
         """Wait until the device has completed all collectives, or the communicator has failed."""
-        for order in (self._order, self._native_order):
+        for order in (self._order, self.native_order):
             if order is not None:
                 order.drain(self._transport.timeout)
 
@@ -245,7 +242,7 @@ class DeviceContext:
     def free(self) -> None:
         """Release the resources of this communicator. Not collective."""
         self.complete()
-        self._order = self._native_order = None
+        self._order = self.native_order = None
         if self._native is not None:
             self._native.free()
             self._native = None

@@ -49,8 +49,6 @@ def can_send_recv() -> bool:
         >>> def program():
         ...     pipe = mpicoll.parallel.p2p
         ...     pipe.init_process_groups(mpicoll.world())
-        ...     if mpicoll.world().rank == 0:
-        ...         return pipe.can_send_recv()
         ...     return pipe.can_send_recv()
         >>> mpicoll.run_local(program, 2)
         [True, True]

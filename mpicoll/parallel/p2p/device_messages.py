@@ -8,10 +8,10 @@ from mpicoll.buffers.device import device_of
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.streams import record_events
 from mpicoll.collectives.bcast import bcast
+from mpicoll.collectives.message_buffers import may_be_announced
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.executors.peer_messages import Announced, announce
-from mpicoll.engine.executors.staging import MIN_ANNOUNCED_BYTES
 from mpicoll.torch.tensors import flatten_input
 from mpicoll.transport.base import Memory
 
@@ -27,7 +27,7 @@ def connect_devices(comm: Communicator, device: torch.device) -> None:
 def announce_tensor(core: CommunicatorCore, dest: int, tag: int, tensor: torch.Tensor) -> Memory | None:
     """Return the announcement of a message of `tensor`, in C order, to rank `dest`; None if it passes through the
     host."""
-    if tensor.is_cpu or tensor.nbytes < MIN_ANNOUNCED_BYTES or not core.registry.peer_messages:
+    if tensor.is_cpu or not may_be_announced(core, tensor.nbytes):
         return None
     buffer = recognise("send", flatten_input(tensor))
     on = device_of(buffer.array)

@@ -793,7 +793,7 @@ def test_nccl_is_aborted_when_a_stream_is_late(cuda: ModuleType, monkeypatch: py
             begin = time.monotonic()
             mpicoll.allreduce(x, algorithm="nccl", comm=comm)
             deadline = begin + 20
-            while comm._core.devices._native_order._failure is None and time.monotonic() < deadline:
+            while comm._core.devices.native_order._failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             with pytest.raises(mpicoll.Timeout, match=r"NCCL is not done within the timeout of 0.5 s"):
                 mpicoll.allreduce(x, algorithm="nccl", comm=comm)
@@ -818,7 +818,7 @@ def test_an_error_that_nccl_has_found(cuda: ModuleType) -> None:
             x = cuda.ones(10)
             mpicoll.allreduce(x, algorithm="nccl", comm=comm)
             stream.synchronize()
-            order = comm._core.devices._native_order
+            order = comm._core.devices.native_order
             hold = Hold(cuda) if world.rank == 1 else None
             mpicoll.allreduce(x, algorithm="nccl", comm=comm)
             order._watched = True
