@@ -28,7 +28,7 @@ import numpy as np
 from mpicoll.buffers.device import Device, StreamEvent
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, EntryTuple
-from mpicoll.errors import CommunicationError, MpicollError, Timeout
+from mpicoll.errors import CommunicationError, MpicollError, RankFailed, Timeout
 from mpicoll.logs import get_logger
 from mpicoll.wording import rank_list
 
@@ -417,13 +417,21 @@ class StreamOrder(SubmittedCollectives):
         self._values[...] = self._number
 
     def _check_late_ranks(self, first: Completion) -> None:
-        behind = (self._values - np.uint32(first.number)).view(np.int32).reshape(-1, 2) < 0
-        late = [one for one in self._others if behind[one, _READY] or (behind[one, _DONE] and one in self._working)]
-        self._transport.check_peers(0.0, late)
+        try:
+            self._transport.check_peers(0.0, self._find_late_ranks(first))
+        except RankFailed:
+            # One that was late may have come to it since, and then have ended.
+            self._transport.check_peers(0.0, self._find_late_ranks(first))
         limit = self._transport.timeout
         if time.monotonic() - first.begin > limit:
+            late = self._find_late_ranks(first)
             missing = rank_list(self._transport.members[one] for one in late) if late else "this rank"
             raise Timeout(f"on the device, the streams of {missing} did not come to it within {limit:g} s")
+
+    def _find_late_ranks(self, first: Completion) -> list[int]:
+        """Return the ranks whose words the first pending collective still waits for."""
+        behind = (self._values - np.uint32(first.number)).view(np.int32).reshape(-1, 2) < 0
+        return [one for one in self._others if behind[one, _READY] or (behind[one, _DONE] and one in self._working)]
 
 
 def _offset(rank: int, which: int) -> int:

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ import mpicoll
 from mpicoll.config import config
 from mpicoll.engine.executors import stream_order
 from mpicoll.errors import CommunicationError, MismatchError, RankFailed
+from mpicoll.transport.base import Transport
 
 pytestmark = [pytest.mark.usefixtures("ordered"), pytest.mark.extension]
 
@@ -635,6 +636,24 @@ def test_a_rank_that_ends_while_the_streams_of_others_wait(cuda: ModuleType) -> 
     holds[0].let_go()
     assert [type(one) for one in found] == [RankFailed]
     assert "rank 1" in str(found[0])
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_rank_may_end_once_its_stream_has_come_to_a_collective(comes: bool) -> None:
+    """Even between a look at its words and the question whether it has ended."""
+
+    def check_peers(waited: float, peers: list[int]) -> None:
+        if peers:
+            order._values[2:] = 5 if comes else 4
+            raise RankFailed("rank 1 has exited", (1,))
+
+    order = object.__new__(stream_order.StreamOrder)
+    order._values = np.array([5, 5, 4, 4], np.uint32)
+    order._others, order._working = [1], [0, 1]
+    order._transport = cast("Transport", SimpleNamespace(check_peers=check_peers, timeout=30.0, members=[0, 1]))
+    first = cast("stream_order.Completion", SimpleNamespace(number=5, begin=time.monotonic()))
+    with nullcontext() if comes else pytest.raises(RankFailed):
+        order._check_late_ranks(first)
 
 
 def test_a_rank_that_ends_well_completes_its_part(cuda: ModuleType) -> None:
