@@ -27,9 +27,9 @@ enum {
     LATE = 8, /* calls before the first round: the slots of a message are at different places in that many */
     TRIES = MOST_TRIES, /* of each path in a round, of which the slowest quarter does not count: other programs may
                          * have disturbed it, or the change of the path */
-    LARGE = 4 << 20, /* bytes from which on a slot has one place, and disturbances matter less */
-    LARGE_TRIES = 2, /* of which the faster one counts */
-    LARGE_LATE = 1,
+    LARGE = 4 << 20, /* bytes from which on a slot has one place, and reads are what calls before the first round do */
+    LARGE_TRIES = 4, /* of fewer calls, since the first ones have to get memory */
+    LARGE_LATE = 4,
     CALL_BITS = 11,
     CALLS = 1 << CALL_BITS, /* the last ones come before the first round */
     TIME_BITS = 26,
@@ -46,7 +46,11 @@ _Static_assert(CALL_BITS + 1 + 2 * TIME_BITS <= 64, "all that is posted is one n
 void begin_trials(PathTrials *trials, size_t nbytes)
 {
     const bool large = nbytes >= LARGE;
-    *trials = (PathTrials){.tries = large ? LARGE_TRIES : TRIES, .call = CALLS - (large ? LARGE_LATE : LATE)};
+    *trials = (PathTrials){
+        .tries = large ? LARGE_TRIES : TRIES,
+        .call = CALLS - (large ? LARGE_LATE : LATE),
+        .typical = {large ? LONGEST : 0, 0},
+    };
 }
 
 void begin_trial(PathTrials *trials)
