@@ -93,8 +93,11 @@ def find_device_address(address: int) -> int:
 
 def exchange_capture_mode(mode: Any) -> None:
     """Set this thread's capture mode to `mode`, which then holds the mode before."""
-    with suppress(OSError):
-        libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        driver = libcuda()
+    except OSError:
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def is_in_use(index: int) -> bool:
