@@ -14,6 +14,7 @@
 #include <structmember.h>
 
 #include "direct.h"
+#include "prefixes.h"
 #include "shared_writes.h"
 #include "uneven_blocks.h"
 
@@ -23,7 +24,8 @@ enum {
     ROTATED = 1024 * 1024,     /* of a slot: with those of both parities and the readers, more than a private cache */
     FILL_BYTES = 16 * 1024,    /* a multiple of the size of each dtype's elements */
     ACCESS_WIDTH = 256 * 1024, /* of pieces, whose result is still in the cache when it is copied to other ranks */
-    CACHED_BYTES = 16 << 20    /* of the arrays of all ranks, that a common cache holds */
+    CACHED_BYTES = 16 << 20,   /* of the arrays of all ranks, that a common cache holds */
+    PREFIX_SHARES_AT = 512 * 1024 /* bytes that the last rank of a scan would read, from which on a step costs less */
 };
 
 _Static_assert((int)RING_SLOT_BYTES < (int)ROTATE_AT, "ring slots have one place");
@@ -318,6 +320,41 @@ static int run_prefixes(const Collective *one, const char *source, char *target)
     return carry_out_pieces(one, source, target, write_for_higher, reduce_prefixes);
 }
 
+/* In each step, write a piece, and reduce this rank's share of the previous piece of all prefixes, in the slots of the
+ * ranks, each of which fetches its own after the step. Per rank n(P-1)/P bytes written to slots, n read, n(P-1)/P
+ * written in reducing and as many copied out; one step a piece and one more. */
+static int reduce_prefix_pieces(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    const int rank = steps->rank, size = steps->size;
+    const size_t width = one->width;
+    const bool written = is_written(one);
+    size_t place = written ? find_place(one, steps->step) : 0, former; /* of this piece and the previous one */
+    for (uint32_t i = written ? 1 : 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * width;
+        former = place, place = find_place(one, steps->step + 1);
+        if (start < one->nbytes)
+            write_shares(one, steps->step + 1, source, target, start);
+        const size_t previous = i == 0 ? 0 : start - width;
+        const size_t nbytes = i == 0 ? 0 : min_size(width, one->nbytes - previous);
+        const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
+        for (int peer = 0; peer < size; peer++)
+            one->parts[peer] = get_slot(steps, 1 - parity, peer) + former + low;
+        one->parts[rank] = source + previous + low;
+        reduce_all_prefixes(one, one->parts, target + previous + low, high - low);
+        if (sync_ranks(steps) < 0)
+            return -1;
+        if (rank > 0) {
+            const char *results = get_slot(steps, 1 - parity, rank) + former;
+            copy_out(one, target + previous, results, low);
+            copy_out(one, target + previous + high, results + high, nbytes - high);
+        }
+    }
+    write_first_prefix(one, source, target);
+    return 0;
+}
+
 /* Copy the pieces that other ranks have written for this one. A rank that sends the same data to all ranks writes it
  * once. One step a piece. */
 static void write_moves(const Collective *one, uint32_t step, const char *source, char *target, size_t start)
@@ -413,11 +450,20 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
 
 static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)
 {
+    const size_t higher = (size_t)one->steps->size - 1;
     one->source_bytes = one->target_bytes = layout->total;
-    set_pieces(one, run_prefixes, write_for_higher, reduce_prefixes);
-    one->access = ACCESS_PREFIX;
     one->step_count = cut(one, layout->total, piece, 1);
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
+    one->inclusive = inclusive;
+    if (higher > 2 && layout->total >= PREFIX_SHARES_AT / higher) {
+        set_pieces(one, reduce_prefix_pieces, write_shares, NULL);
+        one->access = ACCESS_PREFIXES;
+        one->step_count++;
+        one->is_small = false;
+        return;
+    }
+    set_pieces(one, run_prefixes, write_for_higher, reduce_prefixes);
+    one->access = ACCESS_PREFIX;
     /* The first of two ranks has only the identity to write besides, which takes about half as long as to move it. */
     if (!inclusive && one->steps->size == 2)
         set_parts(one, 3, 4);
@@ -580,8 +626,8 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
     }
     one->waits_for_all = true;
     plan_waits(one, name, layout);
-    const bool reduces = one->run == reduce_pieces || one->read == reduce_vectors || one->read == reduce_blocks ||
-                         one->read == reduce_prefixes;
+    const bool reduces = one->run == reduce_pieces || one->run == reduce_prefix_pieces || one->read == reduce_vectors ||
+                         one->read == reduce_blocks || one->read == reduce_prefixes;
     if (reduces && one->reduce == NULL) {
         PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
         return -1;
@@ -659,6 +705,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
         }
     }
     one->reduce = one->reduce_out = find_kernel(op, dtype);
+    one->rounds_each = strcmp(dtype, "float16") != 0 && strcmp(dtype, "bfloat16") != 0 && strcmp(op, "avg") != 0;
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
     one->parts = PyMem_Calloc(MAX_THREADS * (size_t)size, sizeof(void *));
     size_t *nbytes = PyMem_Calloc(2 * (size_t)size, sizeof(size_t));

@@ -24,7 +24,14 @@ typedef struct {
 } Move;
 
 /* What a rank does with the arrays of others, where it has access to them. */
-typedef enum { ACCESS_NOTHING, ACCESS_MOVES, ACCESS_VECTOR, ACCESS_BLOCK, ACCESS_PREFIX } Access;
+typedef enum {
+    ACCESS_NOTHING,
+    ACCESS_MOVES,
+    ACCESS_VECTOR,
+    ACCESS_BLOCK,
+    ACCESS_PREFIX,  /* reduces its own prefix */
+    ACCESS_PREFIXES /* reduces a share of the prefixes of all ranks */
+} Access;
 
 typedef struct Collective Collective;
 typedef void (*PieceFunction)(const Collective *, uint32_t step, const char *source, char *target, size_t start);
@@ -60,6 +67,8 @@ struct Collective {
     int outgoing;          /* number of the latter: one where all ranks get the same */
     Move own;              /* from input to output */
     int operands;          /* of exscan and scan: those of as many ranks, from rank 0 on, are reduced */
+    bool inclusive;        /* scan */
+    bool rounds_each;      /* combining two operands rounds as often as combining more: no wider total is kept */
     char identity[16];     /* of exscan: each element of the output of rank 0 */
     Access access;
     bool reads_memory;     /* the ranks may read each other's private memory */

@@ -20,6 +20,8 @@
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
+#include "prefixes.h"
+
 enum {
     SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
     STREAM_WIDTH = 8 * 1024, /* of pieces that are copied from the nearest cache to several outputs */
@@ -111,7 +113,7 @@ bool tries_direct(const Collective *one)
 {
     return one->access != ACCESS_NOTHING &&
            (one->reads_memory ||
-            (one->access != ACCESS_PREFIX && one->steps->has_segments && one->nbytes >= SEGMENT_BYTES));
+            (!is_prefix(one) && one->steps->has_segments && one->nbytes >= SEGMENT_BYTES));
 }
 
 int locate_arrays(const Collective *one, const char *source, const char *target)
@@ -164,7 +166,7 @@ static bool lie_in_segments(const Collective *one)
     const bool writes = one->access == ACCESS_VECTOR && one->everywhere;
     const int64_t source = posted[one->has_one_source ? one->root : 0][SOURCE_SEGMENT];
     const int64_t target = posted[0][TARGET_SEGMENT];
-    if (one->access == ACCESS_PREFIX || source == 0 || (writes && target == 0))
+    if (is_prefix(one) || source == 0 || (writes && target == 0))
         return false;
     for (int rank = 0; rank < steps->size; rank++) {
         /* Where only the root has data, a rank has mapped it if its own output lies in the same segment. */
@@ -176,12 +178,16 @@ static bool lie_in_segments(const Collective *one)
     return true;
 }
 
-/* Whether a rank writes its output where others still read its input. */
+/* Whether a rank writes its output where others still read its input. Of a share of a scan in place, the rank that
+ * reads the input is the one that writes the output; but the first rank writes the identity of exscan. */
 static bool have_outputs_in_inputs(const Collective *one)
 {
-    for (int rank = 0; rank < one->steps->size && one->access == ACCESS_PREFIX; rank++) {
+    const bool may_be_same = one->access == ACCESS_PREFIXES && one->inclusive;
+    for (int rank = 0; rank < one->steps->size && is_prefix(one); rank++) {
         const uint64_t source = (uint64_t)one->steps->locations->posted[rank][SOURCE];
         const uint64_t target = (uint64_t)one->steps->locations->posted[rank][TARGET];
+        if (may_be_same && source == target)
+            continue;
         if (target - source < one->nbytes || source - target < one->nbytes)
             return true;
     }
@@ -403,6 +409,24 @@ static bool write_result(const Collective *one, const char *piece, size_t at, si
     return true;
 }
 
+/* Write a share of the prefixes of the other ranks to their outputs. Returns false if that has failed. */
+static bool write_prefixes(const Collective *one, const void *const *pieces, size_t at, size_t nbytes, Failure *failure)
+{
+    const Steps *steps = one->steps;
+    for (int i = 1; i < steps->size; i++) {
+        const int peer = (steps->rank + i) % steps->size;
+        if (peer == 0) /* which writes it itself */
+            continue;
+        failure->peer = peer;
+        failure->writes = true;
+        const int64_t target = steps->locations->posted[peer][TARGET] + (int64_t)at;
+        failure->number = write_memory(steps, peer, pieces[peer], target, nbytes);
+        if (failure->number != 0)
+            return false;
+    }
+    return true;
+}
+
 /* Ranks begin to read with the next one, so that they don't all read from the same one. What is written for others is
  * in the cache then. */
 static void read_and_reduce_share(const void *task, int share, size_t begin, size_t end)
@@ -432,6 +456,12 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
             parts[peer] = piece;
         }
         parts[rank] = whole->source + at;
+        if (one->access == ACCESS_PREFIXES) {
+            reduce_all_prefixes(one, parts, whole->target + start, nbytes);
+            if (!write_prefixes(one, parts, at, nbytes, &whole->failures[share]))
+                return;
+            continue;
+        }
         /* Large outputs are written around the caches, from a piece that is in them. */
         const bool apart = writes && (one->streams || !one->has_result);
         char *result = apart ? pieces + (size_t)rank * one->access_width : whole->target + start;
@@ -498,10 +528,8 @@ static void write_own(const Collective *one, const char *source, char *target)
 {
     if (one->access == ACCESS_MOVES)
         copy_own(one, source, target);
-    else if (one->access == ACCESS_PREFIX && one->operands == 0)
-        fill_identity(one, target, one->nbytes);
-    else if (one->access == ACCESS_PREFIX && one->steps->rank == 0)
-        copy_out(one, target, source, one->nbytes);
+    else if (is_prefix(one))
+        write_first_prefix(one, source, target);
 }
 
 /* Return how many of the first bytes of a block its receiver reads. Its owner writes the rest, if that is worth a call.
@@ -568,9 +596,10 @@ static int run_in_private_memory(const Collective *one, const char *source, char
     if (one->access == ACCESS_PREFIX)
         return one->operands < 2 ? move_prefix(one, source, target)
                                  : read_and_reduce(one, source, target, 0, one->nbytes);
-    if (one->access == ACCESS_VECTOR) {
+    if (one->access == ACCESS_VECTOR || one->access == ACCESS_PREFIXES) {
         const size_t low = get_share_offset(one->nbytes, rank, size);
-        return read_and_reduce(one, source, one->has_result ? target + low : NULL, low,
+        const bool has_result = one->access == ACCESS_PREFIXES || one->has_result;
+        return read_and_reduce(one, source, has_result ? target + low : NULL, low,
                                get_share_offset(one->nbytes, rank + 1, size));
     }
     *has_own = one->everywhere && one->outgoing == 1 && !one->has_one_source && one->own.nbytes > PIECE_BYTES &&
