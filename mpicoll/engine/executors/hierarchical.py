@@ -47,14 +47,15 @@ _IN_FLIGHT = 2
 _LANE_ALGORITHMS = {
     "allreduce": "ring",
     "reduce": "chain",
-    "bcast": "chain",
+    "bcast": "chain/1",
     "reduce_scatter": "pairwise",
     "allgather": "ring",
     "gather": "linear",
     "scatter": "linear",
     "alltoall": "pairwise",
 }
-"""Schedules of pieces between nodes, unless others are forced or tuned: no link carries more than it has to."""
+"""Schedules of pieces between nodes, unless others are forced or tuned: no link carries more than it has to. That of
+a broadcast has one segment: its message is cut anyway, and at most two rounds of a schedule are under way at a time."""
 
 
 class _PhaseStep(NamedTuple):

@@ -248,6 +248,25 @@ def test_pieces_travel_in_as_few_rounds_as_links_allow(monkeypatch: pytest.Monke
     assert taken == {name}
 
 
+def test_a_piece_of_a_broadcast_is_one_message_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one in segments, of which only two could be under way."""
+    rounds: list[int] = []
+    begin = hierarchical.HierarchicalPhases._begin
+
+    def noting(self: Any, operation: Any) -> None:
+        rounds.append(len(operation._schedule.rounds))
+        begin(self, operation)
+
+    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
+    x = np.arange(1 << 20)
+
+    def body() -> None:
+        np.testing.assert_array_equal(mpicoll.bcast(x.copy(), algorithm=BY_NODES), x)
+
+    mpicoll.run_local(body, 4, ranks_per_node=2)
+    assert rounds == [1] * 4 * (x.nbytes // 4 // hierarchical.PIECE)
+
+
 @pytest.mark.usefixtures("tiny")
 def test_a_lost_piece_is_no_hang() -> None:
     """The error says in which piece and which round; the next call is not disturbed."""
