@@ -37,12 +37,13 @@ from mpicoll.transport.waiting import poll
 PIECE = 512 * 1024
 """Least bytes of a piece that a rank exchanges with each of the nodes."""
 
-_MAX_PIECES = 8
-"""Most pieces of an operation. Larger operations have larger pieces. In each, the ranks of a node wait for each other
-twice, for as long as it takes until the last one has a core, and have nothing to send meanwhile if that is too long."""
+_MAX_PIECES = 16
+"""Most pieces of an operation. Larger operations have larger pieces. The links are idle while the ranks of a node
+reduce the first piece, and while they distribute the last one."""
 
-_IN_FLIGHT = 2
-"""Pieces that travel between the nodes at a time, so that the links are busy between the rounds of one."""
+_IN_FLIGHT = 4
+"""Pieces that travel between the nodes at a time. In each, the ranks of a node wait for each other twice, for as long
+as it takes until the last one has a core: what they have begun to send has to last for that."""
 
 _LANE_ALGORITHMS = {
     "allreduce": "ring",
@@ -233,8 +234,9 @@ def _choose_schedule(query: SelectionQuery) -> Choice:
         if isinstance(choice.algorithm, Algorithm):
             return choice
     name, nodes = _LANE_ALGORITHMS[query.collective], query.context.layout.ranks
-    if name == "ring" and query.collective == "allreduce" and nodes > 2 and nodes & (nodes - 1) == 0:
-        name = "halving_doubling"  # as many bytes in fewer rounds
+    if query.collective == "allreduce" and nodes & (nodes - 1) == 0:
+        # As many bytes in fewer rounds. Between two nodes in a single one, in which no message waits for another.
+        name = "recursive_doubling" if nodes == 2 else "halving_doubling"
     return choose(query, name)
 
 

@@ -223,13 +223,13 @@ def test_several_pieces_travel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         most.append(len(self._travelling))
 
     monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", counting)
-    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(200), algorithm=BY_NODES), 4, ranks_per_node=2)
+    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(400), algorithm=BY_NODES), 4, ranks_per_node=2)
     assert len(most) == 4 * hierarchical._MAX_PIECES
     assert max(most) == hierarchical._IN_FLIGHT + 1
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(("nodes", "name"), [(2, "ring"), (3, "ring"), (4, "halving_doubling")])
+@pytest.mark.parametrize(("nodes", "name"), [(2, "recursive_doubling"), (3, "ring"), (4, "halving_doubling")])
 def test_pieces_travel_in_as_few_rounds_as_links_allow(monkeypatch: pytest.MonkeyPatch, nodes: int, name: str) -> None:
     taken: set[str] = set()
     begin = hierarchical.HierarchicalPhases._begin
@@ -282,7 +282,7 @@ def test_a_lost_piece_is_no_hang() -> None:
         return text, float(mpicoll.allreduce(np.ones(200), algorithm=BY_NODES).sum())
 
     ends = mpicoll.run_local(body, 4, ranks_per_node=2, faults=[Drop(0, 2, 9, 1)], timeout=3)
-    assert any("allreduce/ring on rank" in text for text, _ in ends)
+    assert any("allreduce/recursive_doubling on rank" in text for text, _ in ends)
     assert [total for _, total in ends] == [800.0] * 4
 
 
@@ -300,11 +300,11 @@ def test_the_piece_is_part_of_the_position() -> None:
             return a + b
 
         op = mpicoll.Op(add, commutative=True, elementwise=True)
-        mpicoll.allreduce(np.ones(200), op, algorithm=BY_NODES)
+        mpicoll.allreduce(np.ones(400), op, algorithm=BY_NODES)
 
     mpicoll.run_local(body, 4, ranks_per_node=2)
-    assert any(text.startswith("piece 3 of 8, phase 1 within the node") for text in seen), seen
-    assert any(text.startswith("piece 2 of 8, phase 2, between the nodes") for text in seen), seen
+    assert any(text.startswith("piece 3 of 16, phase 1 within the node") for text in seen), seen
+    assert any(text.startswith("piece 2 of 16, phase 2, between the nodes") for text in seen), seen
 
 
 # --- what crosses the links
