@@ -82,6 +82,7 @@ class HierarchicalPhases:
         self.root_node = comm.nodes[arrays.root]
         self.root_lane = self.ranks[self.root_node].index(arrays.root)
         self.failure: BaseException | None = None
+        self._scratch: Array | None = None
         self.pieces = 1
         if operation.on is None and operation.query.elementwise:
             self.pieces = max(1, min(_MAX_PIECES, (operation.query.nbytes or 0) // comm.size // PIECE))
@@ -147,6 +148,13 @@ class HierarchicalPhases:
         """Raise the earlier failure, if any."""
         if self.failure is not None:
             raise self.failure
+
+    def get_scratch(self, beside: Array, count: int) -> Array:
+        """Return memory for `count` elements, the same for all pieces: none may use it while it travels. What one piece
+        leaves there is in the caches when the next one writes to it."""
+        if self._scratch is None or self._scratch.size < count:
+            self._scratch = empty_beside(beside, count)
+        return self._scratch[:count]
 
     def add_local_step(self, step: Callable[[], None]) -> None:
         """Add a step of this rank alone."""
@@ -312,11 +320,12 @@ def _reduce_scatter(phases: HierarchicalPhases, piece: int) -> None:
     """In the node, each rank reduces what its lane is to get."""
     source, array = _get_operand(phases)
     blocks = _pack_blocks(phases, piece)
-    packed, spare = blocks.memory(source), blocks.memory(array)
-    lane_blocks = blocks.own(spare)
+    packed = source if blocks.in_order else phases.get_scratch(array, sum(blocks.lanes))
+    lane_blocks = empty_beside(array, sum(blocks.lane))
     target = phases.arrays.target
     assert target is not None
     phases.add_local_step(lambda: blocks.pack(source, packed))
+    spare = array if blocks.in_order else None
     phases.add_phase(phases.node, "reduce_scatter", packed, lane_blocks, blocks.lanes, spare=spare)
     phases.add_phase(phases.lane, "reduce_scatter", lane_blocks, target[blocks.block], blocks.lane)
 
@@ -324,8 +333,8 @@ def _reduce_scatter(phases: HierarchicalPhases, piece: int) -> None:
 def _allgather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
-    packed = blocks.memory(target)
-    lane_blocks = blocks.own(packed)
+    packed = target if blocks.in_order else phases.get_scratch(target, sum(blocks.lanes))
+    lane_blocks = blocks.own(packed) if blocks.in_order else empty_beside(target, sum(blocks.lane))
     phases.add_phase(phases.lane, "allgather", source[blocks.block], lane_blocks, blocks.lane)
     phases.add_phase(phases.node, "allgather", lane_blocks, packed, blocks.lanes)
     phases.add_local_step(lambda: blocks.unpack(packed, target))

@@ -34,7 +34,8 @@ class PackedBlocks:
         self._unpacked = [places[one] for one in order]
         self._packed = [slice(*extent) for extent in pairwise(ends)]
         # With ranks placed round-robin on the nodes, the blocks are in this order already.
-        self._in_order = order == sorted(order) and pieces == 1
+        self.in_order = order == sorted(order) and pieces == 1
+        """True if the order of ranks is the packed order."""
         own, start = places[rank], offsets[rank]
         self.block = slice(own.start - start, own.stop - start)
         """This rank's piece, in its block."""
@@ -46,7 +47,7 @@ class PackedBlocks:
 
     def memory(self, blocks: Array) -> Array:
         """Return memory for the packed blocks: `blocks` itself if the order of ranks is the packed order."""
-        return blocks if self._in_order else empty_beside(blocks, sum(self.lanes))
+        return blocks if self.in_order else empty_beside(blocks, sum(self.lanes))
 
     def own(self, packed: Array) -> Array:
         """Return the blocks of this rank's lane."""
