@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-_MARGIN = 0.1
+_MARGIN = 0.05
 """Fraction by which another algorithm must be faster than the present one to replace it."""
 
 _SLOW = 1.5
