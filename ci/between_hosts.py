@@ -2,9 +2,10 @@
 
     python ci/hosts.py --rate 1gbit 2 2 python ci/between_hosts.py --rate 1gbit allreduce bcast --sizes 32m,64m
 
-`mpicoll` is what is chosen without a request, the others are what `--algorithms` names, and `sockets` is a control:
-plain TCP connections, one of each rank with a rank of the next host, that carry the bytes of the law and combine
-nothing. All take turns, each call begins with a barrier, and a time is the median over calls of the slowest rank.
+`mpicoll` is what is chosen without a request: not timed are the calls that try other algorithms, after which one stays.
+The others are what `--algorithms` names, and `sockets` is a control: plain TCP connections, one of each rank with a
+rank of the next host, that carry the bytes of the law and combine nothing. All take turns, each call begins with a
+barrier, and a time is the median over calls of the slowest rank.
 
 * law: bytes that each host has to send, for H hosts and n bytes: 2(H-1)/H n of an allreduce, (H-1)/H n of an allgather
   or reduce_scatter, n of a bcast.
@@ -37,6 +38,8 @@ from hosts import PAYLOAD, parse_rate
 import mpicoll
 from mpicoll.cli import formatting
 from mpicoll.cli.bench.cases import Case, Workload
+from mpicoll.collectives.explain import make_call_query
+from mpicoll.engine.world import resolve
 from mpicoll.errors import AlgorithmError
 
 _LAWS: dict[str, Callable[[int], float]] = {
@@ -50,6 +53,9 @@ _ROW = "{:15} {:>7} {:22} {:>6} {:>6} {:>6} {:>6} {:>6}"
 
 _BLOCK = 1 << 18
 """Most bytes that the control passes to the kernel at a time."""
+
+_LEARNING_CALLS = 50
+"""Calls after which a choice has to stay."""
 
 
 class Call(NamedTuple):
@@ -70,7 +76,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithms", default="native,ring,halving_doubling,hierarchical")
     parser.add_argument("--order", choices=["block", "cyclic"], default="block")
     parser.add_argument("--calls", type=int, default=9, help="timed calls of each (9)")
-    parser.add_argument("--first", type=int, default=1, help="calls that are not timed (1); more for a choice to learn")
     return parser.parse_args()
 
 
@@ -149,6 +154,18 @@ def make_calls(workload: Workload, names: Sequence[str], comm: Any, sockets: Soc
     return calls
 
 
+def let_learn(workload: Workload, comm: Any, call: Callable[[], Any]) -> None:
+    """Make the calls that try algorithms, until one stays. Collective."""
+    core = resolve(comm)
+    query = make_call_query(workload.collective, workload.nbytes, "sum", "float32", 0, None, core, None)
+    for _ in range(_LEARNING_CALLS):
+        trials = core.trials.get(query)
+        if trials is None or trials.settled:
+            return
+        call()
+    raise SystemExit(f"{workload.collective} of {workload.nbytes} bytes still tries algorithms")
+
+
 def measure(comm: Any, call: Callable[[], Any]) -> Call:
     """Carry out a call, and return what it took. Collective."""
     mpicoll.barrier(comm=comm)
@@ -174,6 +191,7 @@ def _read_busy() -> float:
 
 def main() -> None:
     arguments = read_arguments()
+    os.environ.setdefault("MPICOLL_TUNED", "off")
     comm = make_comm(arguments.order)
     sockets = Sockets(comm)
     rate = parse_rate(arguments.rate)
@@ -185,8 +203,7 @@ def main() -> None:
             workload = Workload(collective, size, "float32", "sum", comm.size)
             law = _LAWS[collective](sockets.hosts) * workload.nbytes
             calls = make_calls(workload, ["mpicoll", *arguments.algorithms.split(",")], comm, sockets)
-            for _ in range(arguments.first - 1):
-                calls["mpicoll"]()
+            let_learn(workload, comm, calls["mpicoll"])
             found: dict[str, list[Call]] = {name: [] for name in calls}
             for _ in range(arguments.calls):
                 for name, call in calls.items():
