@@ -40,6 +40,8 @@ class DeathHandler:
         self.mark_dead: Callable[[int], None] = lambda rank: None
         self.find_undetected_failures: Callable[[], set[int]] = set
         self._died_at: dict[int, float] = {}  # in a job in which ranks may die
+        self._unreported: dict[int, str] = {}  # how ranks died, for the coordinator to report
+        self._reported: set[int] = set()  # those that it has reported
         self.suspicion = ""
         self._peers = peers
         self._reporter = reporter
@@ -93,6 +95,29 @@ class DeathHandler:
         statuses = {*ended.values(), *(process.status(0.0) for process in lower)}
         return bool(statuses - {0, None})
 
+    def mark_reported(self, ranks: Collection[int]) -> None:
+        """Record that the coordinator has reported the deaths of `ranks`."""
+        self._reported.update(ranks)
+
+    def report_unreported(self, excluded: Collection[int]) -> bool:
+        """Report the deaths that the coordinator has not reported, as the launcher's SIGTERM ends this rank too.
+
+        The coordinator may get no processor in that time. As it forwards the exits of other ranks, the processes of
+        this host are examined as well. `excluded` are ranks that the launcher has ended. Return True if there is such
+        a death.
+        """
+        peers = self._peers
+        known = {*excluded, *peers.announced, *peers.left, *self._reported}
+        for rank in sorted(set(self._processes) - known):
+            status = self._processes[rank].status(0.0)
+            if status not in (None, 0, -signal.SIGTERM, 128 + signal.SIGTERM):
+                gone = PeerExit(rank, "closed", "", 0, "")
+                self._unreported[rank] = f"rank {rank} of {peers.size} {describe_exit(gone, status)}"
+        whys = {why for rank, why in self._unreported.items() if rank not in self._reported}
+        for why in sorted(whys):
+            log_to_stderr(f"{why}; the job is ended", separate=True)
+        return bool(whys)
+
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""
         peers = self._peers
@@ -124,12 +149,14 @@ class DeathHandler:
             why = f"{rank_list(lost)} of {peers.size} can no longer be reached: {gone.host} does not respond"
         peers.announced.update(dict.fromkeys(lost, why))
         if peers.coordinator() != peers.rank:
+            self._unreported |= dict.fromkeys(lost, why)
             self._abort.expect(why, GRACE)
             return
         log_to_stderr(
             f"{why}; the job is ended" + (f". Its stacks:\n{gone.crash_output}" if gone.crash_output else ""),
             separate=True,
         )
+        peers.send("death reported", ranks=lost)
         self._reporter.examine(why, BRIEF_QUERY_TIMEOUT)[1]()
         self._abort.notify("ends the job")
         self._abort.abort_all(1 if status is None else status if status > 0 else 128 - status)

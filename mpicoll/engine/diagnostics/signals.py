@@ -243,6 +243,8 @@ class SignalMonitor:
         if self._deaths.suspicion:
             if peers.coordinator() == peers.rank:
                 log_after_sigterm(self._deaths.suspicion)
+        elif self._deaths.report_unreported(self._ended):
+            pass  # the launcher ends all ranks because of it
         elif not announced:
             from mpicoll.engine.diagnostics import stacks  # late, see `late_imports`
 

@@ -218,6 +218,8 @@ class Watchdog:
                 self.mailbox.put(source, body["subject"], body["number"], body["text"])
             case "sigterm":
                 self._signals.record_sigterm(source)
+            case "death reported":
+                self.deaths.mark_reported(body["ranks"])
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 

@@ -96,16 +96,24 @@ def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job(job: Callable[..., CompletedProcess[str]]) -> None:
+def test_a_death_is_reported_although_the_coordinator_runs_no_python(job: Callable[..., CompletedProcess[str]]) -> None:
+    """It holds its interpreter lock until the launcher kills it, as if it had no processor, and forwards nothing."""
     done = job(
         3,
         """
-import os, signal
+import itertools, os, signal, threading, time
 mpicoll.barrier()
-if mpicoll.world().rank == 1:
+rank = mpicoll.world().rank
+if rank == 0:
+    mpicoll.send(np.zeros(1), 1)
+    sum(itertools.repeat(0, 10**9))
+if rank == 1:
+    mpicoll.recv(np.zeros(1), 0)
+    time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
-mpicoll.barrier()
+threading.Event().wait()
 """,
     )
     assert done.returncode not in (0, 124), done.stdout
-    assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)
+    assert re.search(r"mpicoll: rank 1 of 3 .*was killed by SIGKILL", done.stdout), done.stdout
+    assert "died of SIGTERM" not in done.stdout
