@@ -99,6 +99,8 @@ def test_collectives_follow_each_other(several: Ranks, cuda: ModuleType) -> None
         world = mpicoll.world()
         rank, size = world.rank, world.size
         with own_stream(cuda) as stream:
+            # The first call opens memory of other processes and closes it, which waits for all work of the device.
+            mpicoll.allreduce(cuda.zeros(300, np.float64), algorithm="ipc")
             for turn in range(4):
                 x, new = cuda.zeros(300, np.float64), cuda.asarray(np.arange(300.0) + rank)
                 stream.synchronize()
