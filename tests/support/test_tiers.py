@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def test_several(several): pass
 
 @pytest.mark.every_size
 def test_sizes(ranks): pass
+
+@pytest.mark.parametrize("a", range(5))
+def test_shared(several, a): pass
+
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("a", range(3))
+def test_shared_product(ranks, a, b): pass
 
 @pytest.mark.long
 def test_long(): pass
@@ -93,6 +101,8 @@ def test_tiers(folder: Path) -> None:
         "test_ranks": 4,
         "test_several": 3,
         "test_sizes": 4,
+        "test_shared": 15,
+        "test_shared_product": 36,
         "test_long": 1,
         "test_slow": 1,
         "test_some": 2,
@@ -105,19 +115,23 @@ def test_tiers(folder: Path) -> None:
     for one, other in combinations(range(3), 2):
         wanted = {(row.split("-")[one], row.split("-")[other]) for row in long["test_product"]}
         assert {(row[one], row[other]) for row in product} == wanted
+    shared = [row.rsplit("-", 2) for row in default.pop("test_shared_product")]
+    assert sorted((a, b) for _, a, b in shared) == [(a, b) for a in "012" for b in "012"]
+    assert sorted(Counter(world for world, _, _ in shared).items()) == [("local-1", 5), ("local-3", 4)]
     assert default == {
         "test_table": long["test_table"],  # `a` and `c` are one choice
         "test_ranks": ["local-1", "local-3"],
         "test_several": ["local-2", "local-3"],
         "test_sizes": long["test_sizes"],
+        "test_shared": ["local-2-0", "local-2-2", "local-2-4", "local-3-1", "local-3-3"],
         "test_slow": [""],
         "test_some": ["1"],
     }
 
     quick = collected(folder, "--tier", "quick")
-    assert {name: len(rows) for name, rows in quick.items()} == dict.fromkeys(
-        ("test_product", "test_table", "test_ranks", "test_several", "test_sizes", "test_some"), 1
-    )
+    assert {name: len(rows) for name, rows in quick.items()} == {
+        name: 1 for name in long if name not in ("test_long", "test_slow")
+    }
     assert all(set(rows) <= set(long[name]) for name, rows in quick.items())
 
     names = ("test_ranks[local-2]", "test_long", "test_product[3-1-2]", "test_slow")

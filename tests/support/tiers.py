@@ -2,8 +2,9 @@
 
 ``long``     every test: what pytest does by itself
 ``default``  without tests and parameters marked `long`; of a product of three or more parameters, rows in which any two
-             values of two parameters meet; ranks as threads at the sizes that `SIZES` names, unless a test is marked
-             `every_size`; half of the rows of a table at two and at four ranks, where a test asks `take_share`
+             values of two parameters meet; ranks as threads at the sizes that `SIZES` names, which share the rows, as
+             mpirun runs all of them, unless a test is marked `every_size`; half of the rows of a table at two and at
+             four ranks, where a test asks `take_share`
 ``quick``    of that, one item of each test function, without tests marked `slow`
 
 A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters. A fixture
@@ -14,7 +15,7 @@ names tests by their ids only, all of them run.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ TIERS = ("quick", "default", "long")
 
 _selected = "long"
 
-SIZES = {"ranks": ("local-1", "local-3"), "several": ("local-2", "local-3")}
+SIZES = {"ranks": ("local-1", "local-3"), "several": ("local-2", "local-3"), "some": ("local-1", "local-3")}
 """The worlds of threads outside of the long tier, by the name of the fixture: one and odd, or even and odd."""
 
 
@@ -39,10 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
     _selected = config.getoption("--tier")
 
 
+def takes_all() -> bool:
+    """Return True in the long tier."""
+    return _selected == "long"
+
+
 def take_share(rows: Sequence[Row], size: int) -> Sequence[Row]:
     """Rows of a test, for a world of `size` ranks: outside of the long tier, worlds of two and four take a half each of
     what the others do all."""
-    return rows if _selected == "long" or size not in (2, 4) else rows[size // 2 - 1 :: 2]
+    return rows if takes_all() or size not in (2, 4) else rows[size // 2 - 1 :: 2]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,24 +88,35 @@ def _thinned(items: Iterable[pytest.Item], *, to_one: bool) -> Iterator[pytest.I
 
 
 def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Items of a test function in which any two values of two parameters meet as they do in all of the `items`."""
+    """Items of a test function in which any two values of two parameters meet as they do in all of the `items`. Only
+    the worlds of threads need not meet all others; each is there about equally often."""
+    params = [item.callspec.params if hasattr(item, "callspec") else {} for item in items]
     # Values by their identity, as not all can be compared; each is the same object in all rows that have it.
-    rows = [list(map(id, item.callspec.params.values())) if hasattr(item, "callspec") else [] for item in items]
-    columns = [_numbered(column) for column in zip(*rows, strict=True)]
+    columns = [_numbered(column) for column in zip(*(map(id, row.values()) for row in params), strict=True)]
     # Parameters that are given together, in one tuple, change together; one that is always the same is none.
     axes = [axis for axis in dict.fromkeys(columns) if len(set(axis)) > 1]
-    if len(axes) < 3:
+    every_size = any(item.get_closest_marker("every_size") for item in items)
+    worlds = [axis for name, axis in zip(params[0], columns, strict=True) if name in SIZES and not every_size]
+    shared = {axes.index(axis) for axis in worlds if axis in axes}
+    if len(axes) < (2 if shared else 3):
         yield from items
         return
-    pairs = [
-        {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(axes)), 2)}
-        for row in zip(*axes, strict=True)
+    rows = list(zip(*axes, strict=True))
+    meetings = [
+        {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(axes)), 2) if not {a, b} & shared}
+        | {(a, row[a]) for a in range(len(axes))}
+        for row in rows
     ]
-    missing = set().union(*pairs)
-    kept = []
+    missing = set().union(*meetings)
+    kept: list[int] = []
+    uses = Counter[tuple[int, ...]]()
     while missing:
-        best = max(range(len(items)), key=lambda number: len(pairs[number] & missing))
-        missing -= pairs[best]
+        best = max(
+            range(len(items)),
+            key=lambda number: (len(meetings[number] & missing), -uses[tuple(rows[number][a] for a in shared)]),
+        )
+        missing -= meetings[best]
+        uses[tuple(rows[best][a] for a in shared)] += 1
         kept.append(best)
     yield from (items[number] for number in sorted(kept))
 
