@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -87,6 +88,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"ids that contain an address differ from worker to worker: {unstable}")
+    # pytest adds a handler to each logger that does not pass its records on, six times a test: to dozens of torch's.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+        logging.getLogger(name).propagate = True
     # Thousands of tests stay until the end; each collection of garbage would look at them.
     gc.collect()
     gc.freeze()
