@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from support import tiers
 from support.data import (
     DTYPES,
     HALVES,
@@ -82,14 +83,14 @@ def _fits(collective: str, row: dict[str, Any]) -> bool:
 
 @pytest.mark.every_size
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_rows(several: Ranks, collective: str, request: pytest.FixtureRequest) -> None:
-    """All rows on the processes of mpirun; outside of the long tier, the worlds of threads share them."""
-    shared = several.local and request.config.getoption("--tier") != "long"
+def test_rows(several: Ranks, collective: str) -> None:
+    """Outside of the long tier, the worlds of threads share the rows, and so do two and four processes of mpirun."""
+    shared = several.local and not tiers.takes_all()
 
     def body() -> None:
         comms = Comms()
         rows = _rows(collective, mpicoll.world().size)
-        for row in rows[several.local % 3 :: 3] if shared else rows:
+        for row in rows[several.local % 3 :: 3] if shared else tiers.take_share(rows, several.size):
             exercise(collective, row, comms)
         comms.free()
 
@@ -217,9 +218,10 @@ def _check(case: Case, op: str, name: str, algorithm: str, seed: object, make: C
 def _sweep(collective: str, kinds: tuple[tuple[str, str], ...], make: Callable[..., np.ndarray]) -> None:
     world = mpicoll.world()
     for number, (name, op) in enumerate(kinds):
-        # Threads try all of them; processes that share cores, one of each three, another third for each dtype.
-        step = 3 if world._core.transport.native is not None else 1
-        for n in _lengths(world.size, dtype_of(name).itemsize)[number % step :: step]:
+        # Processes that share cores try one of each three, another third for each dtype, and threads one of each two,
+        # another half for each dtype and size, or all of them.
+        step = 3 if world._core.transport.native is not None else 1 if tiers.takes_all() else 2
+        for n in _lengths(world.size, dtype_of(name).itemsize)[(number + world.size) % step :: step]:
             uneven = collective in COUNTED and collective != "alltoall"
             if collective in PREFIXES and op in ("avg", "first"):
                 continue
