@@ -122,7 +122,7 @@ def results(workload: Workload, kind: ArrayKind, form: str = "", out: bool = Tru
     ],
 )
 def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> None:
-    for size in (8, 1_000_000):
+    for size in (8, 300_000):  # the random pattern in inputs repeats in the latter
         found = results(Workload(collective, size, "float32", "sum", RANKS), "numpy")
         for rank, (case, value) in enumerate(found):
             if not case.workload.result_size(rank):

@@ -437,7 +437,12 @@ if comm.rank == 0:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("value", "seen"), [("exact", "True False True"), ("any", "True True True"), ("off", "False " * 3)]
+    ("value", "seen"),
+    [
+        ("exact", "True False True"),
+        pytest.param("any", "True True True", marks=pytest.mark.long),
+        ("off", "False " * 3),
+    ],
 )
 def test_the_setting_of_rank_0_applies(job: Job, value: str, seen: str) -> None:
     done = job(3, LEARNS.replace("VALUE", value), MPICOLL_SHARED_MEMORY="off")

@@ -101,9 +101,9 @@ def test_deadlock_can_not_be_drawn() -> None:
     ("name", "size"),
     [
         ("allreduce/ring", 4),
-        ("allreduce/halving_doubling", 8),
-        ("bcast/binomial", 8),
-        ("allgather/ring", 12),
+        pytest.param("allreduce/halving_doubling", 8, marks=pytest.mark.long),
+        pytest.param("bcast/binomial", 8, marks=pytest.mark.long),
+        pytest.param("allgather/ring", 12, marks=pytest.mark.long),
         ("alltoall/bruck", 5),
         ("barrier/dissemination", 4),
         ("reduce/linear", 1),

@@ -173,7 +173,13 @@ def test_deadlock_can_not_be_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), SIZES)
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks"),
+    [
+        pytest.param(*row, marks=[] if row[0] in ("interleaved", "zero_bubble", "forward_only") else pytest.mark.long)
+        for row in SIZES
+    ],
+)
 def test_pictures(tmp_path: Path, name: str, stages: int, microbatches: int, chunks: int) -> None:
     pytest.importorskip("matplotlib")
     texts = {
