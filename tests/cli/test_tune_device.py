@@ -77,7 +77,9 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     name, _, reason = on_device.partition("|")
     assert name == expected
     assert reason.startswith(f"tuned for float on {shared}")
-    assert f" on 2 ranks on 1 node, {path}; the host waits: " in reason
+    # Which one is fastest, a busy machine may decide in another way; of the others streams are not in question.
+    assert f" on 2 ranks on 1 node, {path}" in reason
+    assert ("; the host waits: " in reason) == (name in ("ipc", "nccl"))
     assert "tuned" not in on_host
     # Each rank with a device of its own.
     assert not any("tuned" in choice for choice in choices(FAKECUDA_DEVICES="2"))
