@@ -12,6 +12,9 @@
  * of large messages wait behind the data of the other direction, and a third of the bandwidth is lost. The last piece
  * is sent synchronously: without that a send would complete before it has left, and MPI would keep a copy of all.
  *
+ * Of the pieces of a message that have not completed, only the last one is tested at each look: it is the last to be
+ * matched, and one call of MPI makes progress on all. What is left of the others is tested once that has completed.
+ *
  * A message has a state, which the thread sets last, and which is read without a lock. Lists that the thread and its
  * callers share are used under the mutex, which no thread holds while it calls MPI or Python.
  */
@@ -61,12 +64,12 @@ struct BackgroundMessage {
     int lane, tag;
     bool sends, in_turn;
     atomic_bool cancelling; /* a caller waits for that */
-    bool asks, asked;       /* MPI to cancel it: now, once */
+    bool asked;             /* MPI to cancel it */
     bool cancelled;         /* some of it was */
-    int left;               /* pieces that have not completed */
+    int left;               /* pieces from the first on that were started and whose completion has not been seen */
     int source, source_tag; /* of a message that has arrived */
     int64_t nbytes;
-    Handle *requests; /* of the pieces that the caller has started */
+    Handle *requests; /* of the pieces */
     Message *next;
 };
 
@@ -98,8 +101,8 @@ typedef struct {
     /* Of the thread. */
     Lane *lanes;
     int lane_count;
-    Message **active; /* of each piece that was started and has not completed */
-    char *requests;   /* of these pieces, as MPI has them in arrays */
+    Message **active; /* whose pieces have been started, and have not all completed */
+    char *requests;   /* of the last of these pieces of each, as MPI has them in arrays */
     int *indices;     /* of those that have completed */
     char *statuses;
     int active_count, capacity;
@@ -163,12 +166,12 @@ static int count_pieces(const Message *one)
     return one->memory.len == 0 ? 1 : (int)((one->memory.len + PIECE_BYTES - 1) / PIECE_BYTES);
 }
 
-/* Make room for the pieces of one more message. Returns false if memory is missing. */
-static bool reserve(Messages *all, const Message *one)
+/* Make room for one more message. Returns false if memory is missing. */
+static bool reserve(Messages *all)
 {
-    const size_t needed = (size_t)all->active_count + (size_t)count_pieces(one), capacity = 2 * needed + 64;
-    if (needed <= (size_t)all->capacity)
+    if (all->active_count < all->capacity)
         return true;
+    const size_t capacity = 2 * (size_t)all->capacity + 64;
     if (!extend(&all->active, capacity * sizeof *all->active) || !extend(&all->requests, capacity * sizeof(Handle)) ||
         !extend(&all->indices, capacity * sizeof *all->indices) ||
         !extend(&all->statuses, capacity * sizeof(Status)))
@@ -177,12 +180,15 @@ static bool reserve(Messages *all, const Message *one)
     return true;
 }
 
-static void activate(Messages *all, Message *one, const Handle *request)
+/* Have the last piece of a message that is left be the one at an index of the arrays. */
+static void look_at_last(Messages *all, Message *one, int index)
 {
     const size_t width = (size_t)mpi.handle_bytes;
-    memcpy(all->requests + (size_t)all->active_count * width, request, width);
-    all->active[all->active_count++] = one;
+    memcpy(all->requests + (size_t)index * width, &one->requests[one->left - 1], width);
+    all->active[index] = one;
 }
+
+static void activate(Messages *all, Message *one) { look_at_last(all, one, all->active_count++); }
 
 /* Start a piece of a message. Returns MPI's error code. */
 static int start_piece(const Messages *all, const Message *one, int piece, Handle *request)
@@ -197,17 +203,27 @@ static int start_piece(const Messages *all, const Message *one, int piece, Handl
     return mpi.isend(data, nbytes, mpi.byte, peer, one->tag, all->comm, request);
 }
 
+/* Start the pieces of a message, up to one that fails. */
+static void start_pieces(const Messages *all, Message *one)
+{
+    const int pieces = count_pieces(one);
+    while (one->left < pieces && one->code == 0) {
+        one->code = start_piece(all, one, one->left, &one->requests[one->left]);
+        if (one->code == 0)
+            one->left++;
+    }
+}
+
 /* Take over what callers have added. The mutex is held. Returns false if there was nothing. */
 static bool take_up(Messages *all)
 {
     bool found = false;
-    while (all->added.first != NULL && (all->added.first->in_turn || reserve(all, all->added.first))) {
+    while (all->added.first != NULL && (all->added.first->in_turn || reserve(all))) {
         Message *one = pop(&all->added);
         if (one->in_turn)
             append(&all->lanes[one->lane].waiting, one);
         else
-            for (int piece = 0; piece < one->left; piece++)
-                activate(all, one, &one->requests[piece]);
+            activate(all, one);
         found = true;
     }
     return found;
@@ -228,19 +244,13 @@ static bool start_sends(Messages *all)
 {
     bool found = false;
     for (Lane *lane = all->lanes; lane < all->lanes + all->lane_count; lane++) {
-        while (may_start(lane) && reserve(all, lane->waiting.first)) {
+        while (may_start(lane) && reserve(all)) {
             Message *one = pop(&lane->waiting);
-            const int pieces = count_pieces(one);
             lane->in_flight++;
-            for (int piece = 0; piece < pieces && one->code == 0; piece++) {
-                Handle request = {0};
-                one->code = start_piece(all, one, piece, &request);
-                if (one->code == 0) {
-                    one->left++;
-                    activate(all, one, &request);
-                }
-            }
-            if (one->left == 0)
+            start_pieces(all, one);
+            if (one->left > 0)
+                activate(all, one);
+            else
                 end_message(all, one);
             found = true;
         }
@@ -248,7 +258,8 @@ static bool start_sends(Messages *all)
     return found;
 }
 
-static void end_piece(Messages *all, Message *one, int code, const Status *status)
+/* Take note that the last piece of a message that is left has completed. */
+static void end_piece(Message *one, int code, const Status *status)
 {
     int64_t nbytes = 0;
     int cancelled = 0;
@@ -262,22 +273,43 @@ static void end_piece(Messages *all, Message *one, int code, const Status *statu
         if (mpi.get_elements(status, mpi.byte, &nbytes) == 0)
             one->nbytes += nbytes;
     }
-    if (--one->left == 0)
-        end_message(all, one);
+    one->left--;
 }
 
-/* End the pieces at `count` indices, for all of which MPI has returned `code`. */
-static void end_pieces(Messages *all, int count, int code)
+/* End the pieces of a message that have completed, from the last one on. Returns true if none is left. */
+static bool end_others(Message *one)
+{
+    while (one->left > 0) {
+        Status status = {{0}};
+        int completed = 0;
+        const int code = mpi.test(&one->requests[one->left - 1], &completed, &status);
+        if (code == 0 && !completed)
+            return false;
+        end_piece(one, code, &status);
+    }
+    return true;
+}
+
+/* End the messages that have completed, of which the last pieces at `count` indices have, for all of which MPI has
+ * returned `code`. */
+static void end_messages(Messages *all, int count, int code)
 {
     const size_t width = (size_t)mpi.handle_bytes;
     for (int i = 0; i < count; i++) {
+        const int index = all->indices[i];
+        Message *one = all->active[index];
         Status status;
         memcpy(status.bytes, all->statuses + (size_t)i * (size_t)mpi.status_bytes, (size_t)mpi.status_bytes);
         int error = 0;
         if (code != 0) /* only then the field is set */
             memcpy(&error, status.bytes + mpi.error_offset, sizeof error);
-        end_piece(all, all->active[all->indices[i]], error, &status);
-        all->active[all->indices[i]] = NULL;
+        end_piece(one, error, &status);
+        if (end_others(one)) {
+            end_message(all, one);
+            all->active[index] = NULL;
+        } else {
+            look_at_last(all, one, index);
+        }
     }
     int left = 0;
     for (int i = 0; i < all->active_count; i++) {
@@ -300,15 +332,16 @@ static bool complete_messages(Messages *all)
         const int code = mpi.testsome(all->active_count, all->requests, &completed, all->indices, all->statuses);
         if (code != 0 && (completed <= 0 || completed > all->active_count)) {
             /* An error that MPI ascribes to none of them: it reports none of them any more. */
-            const Status none = {{0}};
-            for (int i = 0; i < all->active_count; i++)
-                end_piece(all, all->active[i], code, &none);
+            for (int i = 0; i < all->active_count; i++) {
+                all->active[i]->code = code;
+                end_message(all, all->active[i]);
+            }
             all->active_count = 0;
             return true;
         }
         if (completed <= 0 || completed > all->active_count) /* it is MPI_UNDEFINED where no request is active */
             break;
-        end_pieces(all, completed, code);
+        end_messages(all, completed, code);
         found = true;
     }
     return found;
@@ -316,21 +349,14 @@ static bool complete_messages(Messages *all)
 
 static void cancel_receives(Messages *all)
 {
-    /* At first, since a caller may cancel another message meanwhile: MPI is asked for all pieces of one, or none. */
     for (int i = 0; i < all->active_count; i++) {
         Message *one = all->active[i];
-        if (atomic_exchange(&one->cancelling, false) && !one->asked)
-            one->asks = one->asked = true; /* MPI is asked once */
+        if (!atomic_exchange(&one->cancelling, false) || one->asked)
+            continue;
+        one->asked = true; /* MPI is asked once */
+        for (int piece = 0; piece < one->left; piece++)
+            mpi.cancel(&one->requests[piece]); /* it completes, in any case */
     }
-    for (int i = 0; i < all->active_count; i++) {
-        if (all->active[i]->asks) {
-            Handle request = {0};
-            memcpy(&request, all->requests + (size_t)i * (size_t)mpi.handle_bytes, (size_t)mpi.handle_bytes);
-            mpi.cancel(&request); /* it completes, in any case */
-        }
-    }
-    for (int i = 0; i < all->active_count; i++)
-        all->active[i]->asks = false;
 }
 
 /* Return the time of the next look, after one to no effect. 0: there is nothing to look for. */
@@ -464,34 +490,21 @@ static Message *make_message(Messages *all, PyObject *array, int lane, int tag, 
         Py_DECREF((PyObject *)one);
         return NULL;
     }
-    return one;
-}
-
-/* Start a message that is not sent in turn. Returns false, with an exception, if memory is missing. */
-static bool start_pieces(Messages *all, Message *one)
-{
-    const int pieces = count_pieces(one);
-    one->requests = calloc((size_t)pieces, sizeof *one->requests);
+    one->requests = calloc((size_t)count_pieces(one), sizeof *one->requests);
     if (one->requests == NULL) {
-        PyErr_NoMemory();
-        return false;
+        Py_DECREF((PyObject *)one);
+        return (Message *)PyErr_NoMemory();
     }
-    Py_BEGIN_ALLOW_THREADS
-    while (one->left < pieces && one->code == 0) {
-        one->code = start_piece(all, one, one->left, &one->requests[one->left]);
-        if (one->code == 0)
-            one->left++;
-    }
-    Py_END_ALLOW_THREADS
-    return true;
+    return one;
 }
 
 /* Start a message, or have the thread do so, which looks after it then. Returns it. */
 static PyObject *hand_over(Messages *all, Message *one)
 {
-    if (!one->in_turn && !start_pieces(all, one)) {
-        Py_DECREF((PyObject *)one);
-        return NULL;
+    if (!one->in_turn) {
+        Py_BEGIN_ALLOW_THREADS
+        start_pieces(all, one);
+        Py_END_ALLOW_THREADS
     }
     if (!one->in_turn && one->left == 0) {
         one->state = FAILED;

@@ -50,6 +50,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+def list_threads() -> list[Path]:
+    """The folders in /proc of the threads that move messages."""
+    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    return [name.parent for name in names if name.exists() and name.read_text() == "mpicoll-moving\n"]
+
+
+def read_thread_seconds() -> float:
+    """Seconds of a core that the thread has used."""
+    (thread,) = list_threads()
+    return int((thread / "schedstat").read_text().split()[0]) / 1e9
+
+
 def make_data(source: int, dest: int, number: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng((source, dest, number)).integers(0, 256, nbytes, np.uint8)
 
@@ -76,6 +88,17 @@ def test_messages_between_all_ranks(end: Any, queue: Any) -> None:
     assert queue.completed == 2 * len(receives)
     tally = dict.fromkeys(keys, 1)
     assert end.traffic.sent == end.traffic.received == tally
+
+
+def test_posted_memory_costs_no_time(end: Any, queue: Any) -> None:
+    """As little as a single byte: only one piece of a message is looked at."""
+    posted = [queue.recv(end.rank, np.empty((1 << 31) - 1, np.uint8), number) for number in range(4)]
+    wait_until(lambda: read_thread_seconds() > 0)
+    begin, used = time.monotonic(), read_thread_seconds()
+    time.sleep(0.25)
+    assert read_thread_seconds() - used < 0.05 * (time.monotonic() - begin)
+    for one in posted:
+        assert one.cancel() is None
 
 
 def test_sends_in_turn_arrive_in_order(end: Any, queue: Any) -> None:
@@ -181,27 +204,22 @@ def test_posted_receives_are_known(end: Any, queue: Any) -> None:
     one.cancel()
 
 
-def count_threads() -> int:
-    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
-    return sum(name.exists() and name.read_text() == "mpicoll-moving\n" for name in names)
-
-
 def test_the_thread_ends_with_its_queue(end: Any) -> None:
     for stops in (True, False):
         queue = end.bind_background_messages([end.rank])
-        assert count_threads() == 0
+        assert len(list_threads()) == 0
         memory = np.zeros(1, np.uint8)
         received = queue.recv(0, memory, 8)
         queue.send(0, np.ones(1, np.uint8), 8, in_turn=True).wait(SECONDS)
         received.wait(SECONDS)
-        assert count_threads() == 1
+        assert len(list_threads()) == 1
         if stops:
             queue.stop()
             with pytest.raises(RuntimeError, match="no thread moves"):
                 queue.send(0, memory, 8)
         del queue, received
         gc.collect()
-        assert count_threads() == 0
+        assert len(list_threads()) == 0
 
 
 def test_a_forked_child_has_no_thread(end: Any, queue: Any) -> None:
