@@ -8,19 +8,24 @@ order that is the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from mpicoll.collectives.allreduce import allreduce_init
+from mpicoll.collectives.allreduce import allreduce_init, iallreduce
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.request import Request
 from mpicoll.parallel.data_parallel.buckets import Bucket
 from mpicoll.torch import sparse
 
 Waits: TypeAlias = "Iterator[Callable[[], Any]]"
+
+_SMALL_BYTES = 64 << 10
+"""Bytes of a bucket on the CPU up to which the calls that begin and await its reduction carry it out: to wake the
+thread of the queue, which then competes for the interpreter lock, would take longer."""
 
 
 class Exchange(Protocol):
@@ -39,11 +44,16 @@ class DenseExchange:
 
     def __init__(self, bucket: Bucket, op: str, comm: Communicator) -> None:
         self.nbytes = bucket.flat.nbytes
-        self._plan = allreduce_init(bucket.flat, op, out=bucket.flat, comm=comm)
+        self._reduce = partial(iallreduce, bucket.flat, op, out=bucket.flat, comm=comm)
+        is_small = bucket.flat.is_cpu and self.nbytes <= _SMALL_BYTES
+        self._plan = None if is_small else allreduce_init(bucket.flat, op, out=bucket.flat, comm=comm)
 
     def start(self) -> Waits:
-        self._plan.start()
-        yield self._plan.wait
+        if self._plan is None:
+            yield self._reduce().wait
+        else:
+            self._plan.start()
+            yield self._plan.wait
 
 
 class SparseBucket:

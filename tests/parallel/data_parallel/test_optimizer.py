@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicoll
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.parallel import Compression, DistributedOptimizer, broadcast_parameters
 
 STEPS, SAMPLES = 20, 12
@@ -141,6 +142,24 @@ def test_equals_ddp(passes: int, max_norm: float | None) -> None:
     expected = train(by_ddp, passes=passes, max_norm=max_norm)
     own = train(by_helper, passes=passes, max_norm=max_norm)
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.mpi
+@pytest.mark.extension
+def test_small_buckets_are_begun_by_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the queue, which would compete for the interpreter lock, is not woken for each."""
+    submitted = [0]
+    submit = OperationQueue.submit
+
+    def count(self: OperationQueue, *args: Any) -> Any:
+        submitted[0] += 1
+        return submit(self, *args)
+
+    monkeypatch.setattr(OperationQueue, "submit", count)
+    world = mpicoll.world()
+    if world.size > 1:
+        train(lambda model: (model, DistributedOptimizer(make_sgd(model))))
+        assert 0 < submitted[0] < STEPS / 2
 
 
 @pytest.mark.parametrize("by_initial", [True, False])
