@@ -131,6 +131,7 @@ class MessageCall:
         active: dict[int, Any] | None,
         conclude: Conclude,
         wrap: Callable[[PendingMessage], Any] | None,
+        accept: Callable[[Any, int], int] | None,
         /,
     ) -> None: ...
 

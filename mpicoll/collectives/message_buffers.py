@@ -123,7 +123,7 @@ def _find_announced(comm: CommunicatorCore, data: Array) -> Announced | None:
         return None
     from mpicoll.engine.executors.peer_messages import find_announced
 
-    return find_announced(comm, data)
+    return find_announced(comm.registry, data)
 
 
 def _make_key(comm: CommunicatorCore, operation: str, x: Any, peer: Any, tag: Any) -> tuple[Any, ...] | None:

@@ -7,13 +7,16 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.buffers.recognise import bind_empty
+from mpicoll.buffers.recognise import bind_empty, recognise
+from mpicoll.collectives.memory import OutputArray
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_progress import enable_progress
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.queue_errors import describe_error, timeout_error
+from mpicoll.engine.core.registry import Registry
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call, EntryTuple, Group, sinks
+from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES
 from mpicoll.errors import Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Route, truncation_error
 from mpicoll.transport.waiting import poll
@@ -83,7 +86,10 @@ def repeat_started(
         return
     conclude = partial(_conclude_failure, comm.queue.group, size)
     active = None if comm.watch is None else comm.watch.active
-    carrier = comm.transport.bind_started_message(route, active, conclude, wrap, size=size, sends=result is None)
+    accept = partial(_accept_announced, comm.registry)
+    carrier = comm.transport.bind_started_message(
+        route, active, conclude, wrap, accept, size=size, sends=result is None
+    )
     if carrier is not None and enable_progress():
         make_result = None if result is None or x is None else bind_empty(result)
         comm.queue.add_call(key, x, result, make_result, carrier, call, in_place=False)
@@ -155,6 +161,25 @@ def _repeat(
     if carrier is not None:
         make_result = None if result is None or x is None else bind_empty(result)
         comm.queue.add_call(key, x, result, make_result, carrier, call, in_place=False)
+
+
+def _accept_announced(registry: Registry, array: Any, nbytes: int) -> int:
+    """Store the message whose announcement, of `nbytes`, was received into `array`, and return its bytes; `nbytes` if
+    no message was announced. The receive may have been posted before there were announcements."""
+    if nbytes != ANNOUNCEMENT_BYTES or not registry.peer_messages:
+        return nbytes
+    from mpicoll.engine.executors.peer_messages import find_announced
+
+    target = OutputArray(recognise("irecv", array))
+    announced = find_announced(registry, target.as_bytes[:nbytes])
+    if announced is None:
+        return nbytes
+    if announced.nbytes != target.as_bytes.size:
+        announced.drop()
+        return announced.nbytes
+    announced.copy_to(target.as_bytes)
+    target.store()
+    return announced.nbytes
 
 
 def _conclude_failure(

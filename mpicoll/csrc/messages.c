@@ -227,9 +227,9 @@ static int init_message_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
     MessageCall *one = (MessageCall *)self;
-    PyObject *sent, *received, *active, *conclude, *wrap;
+    PyObject *sent, *received, *active, *conclude, *wrap, *accept;
     unsigned long long comm;
-    if (!PyArg_ParseTuple(args, "KOOOOO", &comm, &sent, &received, &active, &conclude, &wrap))
+    if (!PyArg_ParseTuple(args, "KOOOOOO", &comm, &sent, &received, &active, &conclude, &wrap, &accept))
         return -1;
     if (one->conclude != NULL || mpi.isend == NULL || (sent != Py_None && !PyTuple_Check(sent)) ||
         (received != Py_None && !PyTuple_Check(received)) || (active != Py_None && !PyDict_Check(active)) ||
@@ -242,6 +242,7 @@ static int init_message_call(PyObject *self, PyObject *args, PyObject *keywords)
     one->active = active == Py_None ? NULL : Py_NewRef(active);
     one->conclude = Py_NewRef(conclude);
     one->wrap = wrap == Py_None ? NULL : Py_NewRef(wrap);
+    one->accept = accept == Py_None ? NULL : Py_NewRef(accept);
     return read_message(sent, &one->sends, &one->dest, &one->send_tag, &one->sent) < 0 ||
                    read_message(received, &one->receives, &one->source, &one->recv_tag, &one->received) < 0
                ? -1
@@ -262,6 +263,7 @@ static int traverse_message_call(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(one->active);
     Py_VISIT(one->conclude);
     Py_VISIT(one->wrap);
+    Py_VISIT(one->accept);
     return 0;
 }
 
@@ -275,19 +277,23 @@ static void dealloc_message_call(PyObject *self)
     Py_XDECREF(one->active);
     Py_XDECREF(one->conclude);
     Py_XDECREF(one->wrap);
+    Py_XDECREF(one->accept);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
 }
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "MessageCall(comm, sent, received, active, conclude, wrap)\n--\n\nMessages on the communicator with the"
-                " handle `comm`, for Calls.add. `sent` is rank, tag and counter of one that is sent; `received` rank,"
-                " tag and counters by rank and tag of one that is received; each is None where there is none. Waits"
-                " that last are shown in the dict `active`, unless that is None. For a failure `conclude(entry, error,"
-                " source, tag, nbytes)` records the end of the operation and returns the exception; `error` is MPI's,"
-                " and 0 if the message has another size than the memory for it. If `wrap` is not None the call only"
-                " starts its message, of which there is one, and returns `wrap(message)` of a PendingMessage."},
+    {Py_tp_doc, "MessageCall(comm, sent, received, active, conclude, wrap, accept)\n--\n\nMessages on the communicator"
+                " with the handle `comm`, for Calls.add. `sent` is rank, tag and counter of one that is sent;"
+                " `received` rank, tag and counters by rank and tag of one that is received; each is None where there"
+                " is none. Waits that last are shown in the dict `active`, unless that is None. For a failure"
+                " `conclude(entry, error, source, tag, nbytes)` records the end of the operation and returns the"
+                " exception; `error` is MPI's, and 0 if the message has another size than the memory for it. If `wrap`"
+                " is not None the call only starts its message, of which there is one, and returns `wrap(message)` of"
+                " a PendingMessage. Then `accept(array, nbytes)`, if it is not None, is called when a message of"
+                " another size than `array` was received into it: it stores the message that this one stands for, and"
+                " returns the bytes of that; else `nbytes`."},
     {Py_tp_init, init_message_call},
     {Py_tp_dealloc, dealloc_message_call},
     {Py_tp_traverse, traverse_message_call},

@@ -27,6 +27,7 @@ typedef struct {
     PyObject *active;      /* waits of this process, by thread; NULL: no watchdog looks at them */
     PyObject *conclude;    /* returns the exception for a message that has failed */
     PyObject *wrap;        /* returns what the call returns for a PendingMessage; NULL: it completes the messages */
+    PyObject *accept;      /* may store what a message of another size stands for; NULL: nothing does */
 } MessageCall;
 
 /* A wait as the watchdog sees it. */

@@ -34,7 +34,7 @@ struct PendingMessage {
     PyObject_HEAD
     MessageCall *carrier;
     PyObject *group, *call, *array;
-    PyObject *error; /* the exception of a message that has failed; NULL until a wait has raised it */
+    PyObject *error; /* the exception of a message that has failed; NULL if no wait has made it yet */
     Handle request;
     Status status;
     State state;
@@ -205,22 +205,43 @@ static void unlist_message(PendingMessage *one)
  * more time than in the calls of messages.c. */
 enum { TESTS = 4 * POLLS };
 
+/* Have Python store what a message of another size stands for. */
+static void accept_message(PendingMessage *one)
+{
+    one->busy = true; /* other threads see no outcome meanwhile */
+    PyObject *found = PyObject_CallFunction(one->carrier->accept, "OL", one->array, one->nbytes);
+    if (found != NULL)
+        one->nbytes = PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) {
+        PyObject *type, *traceback;
+        PyErr_Fetch(&type, &one->error, &traceback);
+        PyErr_NormalizeException(&type, &one->error, &traceback);
+        Py_XDECREF(type);
+        Py_XDECREF(traceback);
+    }
+    one->busy = false;
+}
+
 /* Store the outcome of a message that has completed, or for which MPI has returned an error. The caller has a reference
  * to it. */
 static void settle(PendingMessage *one)
 {
-    one->state = one->code == 0 ? DONE : FAILED;
+    State state = one->code == 0 ? DONE : FAILED;
     if (!one->sends) {
         int64_t nbytes = -1;
         memcpy(&one->source, one->status.bytes + mpi.source_offset, sizeof one->source);
         memcpy(&one->tag, one->status.bytes + mpi.tag_offset, sizeof one->tag);
         const int error = mpi.get_elements(&one->status, mpi.byte, &nbytes);
         one->nbytes = error == 0 ? nbytes : -1;
-        if (one->state == DONE && one->nbytes != one->size)
-            one->state = FAILED;
+        if (state == DONE && one->nbytes != one->size && one->carrier->accept != NULL)
+            accept_message(one);
+        if (one->nbytes != one->size || one->error != NULL)
+            state = FAILED;
         if (one->code == 0 && count_message(one->carrier->received, one->source, one->tag) < 0)
             PyErr_WriteUnraisable((PyObject *)one); /* memory is missing; the message has arrived */
     }
+    one->state = state;
     unlist_message(one);
 }
 

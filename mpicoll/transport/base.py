@@ -336,6 +336,7 @@ class Transport(Protocol):
         active: dict[int, Any] | None,
         conclude: ConcludeFailure,
         wrap: Callable[[PendingMessage], Any],
+        accept: Callable[[Any, int], int],
         *,
         size: int,
         sends: bool,
@@ -343,7 +344,8 @@ class Transport(Protocol):
         """Return what starts messages of `size` bytes in the extension, which complete later: ones that are sent, or
         received. None if only Python can do that.
 
-        A call returns ``wrap(message)``. The other arguments are those of :meth:`bind_messages`.
+        A call returns ``wrap(message)``. `accept` is that of :class:`mpicoll._shm.MessageCall`. The other arguments are
+        those of :meth:`bind_messages`.
         """
 
     def bind_line_end(

@@ -28,6 +28,7 @@ from mpicoll.buffers.device import Device, DeviceArray, Export, StreamEvent
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.streams import record_events
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.registry import Registry
 from mpicoll.engine.executors.peer_memory import open_allocation, open_lock, register_opened
 from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES
 from mpicoll.errors import CommunicationError, DeviceError, MpicollError
@@ -361,12 +362,12 @@ def _identify(comm: CommunicatorCore) -> int:
     return crc32(comm.queue.group.key.encode())
 
 
-def find_announced(comm: CommunicatorCore, data: Memory) -> Announced | None:
+def find_announced(registry: Registry, data: Memory) -> Announced | None:
     """Return the message that is announced by `data`, the bytes of a received message; None if it is the message
     itself."""
-    if data.size == ANNOUNCEMENT_BYTES and comm.registry.peer_messages:
+    if data.size == ANNOUNCEMENT_BYTES and registry.peer_messages:
         key = data[:_KEY_BYTES].tobytes()
-        for one in comm.registry.peer_messages:
+        for one in registry.peer_messages:
             if one.key == key:
                 return cast(PeerMessages, one).read(data)
     return None

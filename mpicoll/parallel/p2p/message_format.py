@@ -412,7 +412,7 @@ class SendRecvTransport:
         return announce_tensor(core_of(self.comm), dest, 0, tensor)
 
     def find_announced(self, data: Memory) -> Announced | None:
-        return find_announced(core_of(self.comm), data)
+        return find_announced(core_of(self.comm).registry, data)
 
     def bind_end(self, peer: int, spec: TensorSpec, *tags: Any) -> LineEnd | None:
         return self._bind_end(peer, spec.empty(), spec.nbytes, *tags)

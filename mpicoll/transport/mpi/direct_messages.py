@@ -33,11 +33,12 @@ def bind_messages(
     active: dict[int, Any] | None,
     conclude: Conclude,
     wrap: Callable[[PendingMessage], Any] | None = None,
+    accept: Callable[[Any, int], int] | None = None,
 ) -> MessageCall | None:
     """Return what sends and receives messages on `comm` in the extension, or starts them if `wrap` is given; None if
     that can't be done.
 
-    `conclude` and `wrap` are those of :class:`mpicoll._shm.MessageCall`, and the other arguments are those of
+    `conclude`, `wrap` and `accept` are those of :class:`mpicoll._shm.MessageCall`, and the other arguments are those of
     :meth:`mpicoll.transport.base.Transport.bind_messages`.
     """
     if not find_functions():
@@ -53,7 +54,7 @@ def bind_messages(
         source = MPI.ANY_SOURCE if received.peer is None else received.peer
         tag = MPI.ANY_TAG if received.tag is None else received.tag
         arriving = source, tag, traffic.receives
-    return MessageCall(MPI._handleof(comm), leaving, arriving, active, conclude, wrap)
+    return MessageCall(MPI._handleof(comm), leaving, arriving, active, conclude, wrap, accept)
 
 
 def bind_line_end(

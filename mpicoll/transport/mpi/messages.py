@@ -228,6 +228,7 @@ class MessagePassing:
         active: dict[int, Any] | None,
         conclude: ConcludeFailure,
         wrap: Callable[[PendingMessage], Any],
+        accept: Callable[[Any, int], int],
         *,
         size: int,
         sends: bool,
@@ -249,7 +250,7 @@ class MessagePassing:
             return wrap(message)
 
         sent, received = (route, None) if sends else (None, route)
-        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap_started)
+        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, wrap_started, accept)
 
     def bind_line_end(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.launch import mpirun
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.collectives.repeated_messages import StartedMessage
 from mpicoll.engine.executors import peer_messages
 from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES, MIN_ANNOUNCED_BYTES
 
@@ -114,6 +116,42 @@ def test_each_way_to_receive(several: Ranks, arrays: Cupy, announcements: Counte
     assert not announcements[False]
 
 
+def test_receives_that_were_posted_before_the_ranks_connect(
+    several: Ranks, arrays: Cupy, announcements: Counter[bool]
+) -> None:
+    """The extension has started them, and knows nothing of announcements."""
+
+    def main() -> None:
+        rank, right, left = neighbours()
+        out = np.zeros(COUNT, np.float32)
+        for _ in range(3):
+            receiving = mpicoll.irecv(source=left, out=out)
+            mpicoll.send(values(rank), right)
+            receiving.wait()
+        outs = [np.zeros(COUNT, np.float32) for _ in range(3)]
+        requests = [mpicoll.irecv(source=left, out=one) for one in outs]
+        assert all((type(one._handle) is StartedMessage) is not several.local for one in requests)
+        messages = connect(arrays)
+        for turn in range(2):
+            mpicoll.send(arrays.put(values(rank, turn)), right)
+        sending = mpicoll.isend(arrays.put(values(rank, 2, COUNT + 1)), right)
+        assert requests[0].wait() is outs[0]
+        while not requests[1].test():
+            time.sleep(1e-4)
+        assert requests[1].wait() is outs[1]
+        for turn in range(2):
+            np.testing.assert_array_equal(outs[turn], values(left, turn))
+        for _ in range(2):
+            with pytest.raises(mpicoll.TruncationError, match=f"{4 * COUNT + 4} bytes"):
+                requests[2].wait()
+        sending.wait()
+        mpicoll.barrier()
+        assert messages.is_idle
+
+    several(main)
+    assert announcements[True]
+
+
 def test_messages_of_several_communicators(several: Ranks, arrays: Cupy, announcements: Counter[bool]) -> None:
     """All pass through what the world has made, also those of a communicator that has used no device."""
 
@@ -134,6 +172,31 @@ def test_messages_of_several_communicators(several: Ranks, arrays: Cupy, announc
         mpicoll.barrier()
         assert mpicoll.allreduce(arrays.put(np.ones(1)), comm=other) is not None
         assert world._core.registry.peer_messages == (messages,)
+        mpicoll.barrier()
+
+    several(main)
+    assert announcements[True]
+
+
+def test_the_communicator_that_connected_the_ranks_is_freed(
+    several: Ranks, arrays: Cupy, announcements: Counter[bool]
+) -> None:
+    """Messages of the others still pass, and a sender can wait for their receivers."""
+
+    def main() -> None:
+        rank, right, left = neighbours()
+        with mpicoll.world().duplicate() as comm:
+            mpicoll.allreduce(arrays.put(np.ones(1)), comm=comm)
+        (messages,) = mpicoll.world()._core.registry.peer_messages
+        assert isinstance(messages, peer_messages.PeerMessages)
+        request = mpicoll.isend(arrays.put(values(rank)), right)
+        mpicoll.barrier()
+        assert not messages.drain(0.05)
+        mpicoll.barrier()
+        got = mpicoll.recv(arrays.put(values(rank)), left)
+        np.testing.assert_array_equal(arrays.get(got), values(left))
+        request.wait()
+        assert messages.drain(30)
         mpicoll.barrier()
 
     several(main)
