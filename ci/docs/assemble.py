@@ -12,11 +12,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
+from types import ModuleType
 from typing import Any
 
 from mpicoll import schedules
@@ -160,8 +163,38 @@ def describe_module(module: str) -> Iterator[str]:
             value = getattr(owner, name)
             if inspect.isclass(value):
                 yield f".. autoclass:: {module}.{name}\n   :members:\n"
+            elif callable(value):
+                yield f".. autofunction:: {module}.{name}\n"
             else:
-                yield f".. {'autofunction' if callable(value) else 'autodata'}:: {module}.{name}\n"
+                yield describe_data(module, name)
+
+
+def describe_data(module: str, name: str) -> str:
+    # Not autodata, which shows the documentation of the type of a value that another module defines.
+    text, _, example = find_documentation(module, name).partition("\nExample:\n")
+    body = f"{text}\n\n.. rubric:: Example\n\n{inspect.cleandoc(example)}\n"
+    return f".. py:data:: {module}.{name}\n\n{indent(body, '   ')}"
+
+
+def find_documentation(module: str, name: str) -> str:
+    """Return the docstring of a public name: of data the string below its definition, or else that of its type."""
+    value = getattr(importlib.import_module(module), name)
+    if not callable(value):
+        for found, home in sorted(sys.modules.items()):
+            if found.startswith(module) and getattr(home, name, None) is value and (text := find_text(home, name)):
+                return text
+    return inspect.getdoc(inspect.unwrap(value)) or ""
+
+
+def find_text(home: ModuleType, name: str) -> str:
+    """Return the string below the assignment to `name` in the module `home`; "" if there is none."""
+    for node, following in itertools.pairwise(ast.parse(inspect.getsource(home)).body):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+            match following:
+                case ast.Expr(ast.Constant(str(text))):
+                    return inspect.cleandoc(text)
+    return ""
 
 
 # Algorithms

@@ -203,6 +203,10 @@ def spawn(
     Raises SpawnError if a rank fails: it describes the first failure, with its traceback, and its exception as the
     cause. The other ranks are ended then, as they are before Timeout or KeyboardInterrupt leave this call. Raises
     ArgumentError and RankError for invalid arguments, SetupError without a launcher; nothing was started then.
+
+    Example:
+        >>> mpicoll.spawn(lambda rank, x: mpicoll.allreduce(x * rank), args=(10,), nprocs=3)
+        [30, 30, 30]
     """
     size = _validate(fn, args, nprocs, join, start_method, timeout)
     context = _launch(_pickle_job(fn, tuple(args)), size, daemon)

@@ -29,7 +29,13 @@ from mpicoll.errors import AlgorithmError, RankError
 from mpicoll.schedules.formula import check_formula
 
 Chunks: TypeAlias = range | tuple[int, ...]
-"""Chunk indices in the order in which they travel. Consecutive ones lie side by side in memory, so prefer ranges."""
+"""Chunk indices in the order in which they travel. Consecutive ones lie side by side in memory, so prefer ranges.
+
+Example:
+    >>> send = mpicoll.schedules.Send(to=1, chunks=range(2, 4))
+    >>> isinstance(send.chunks, mpicoll.schedules.Chunks)
+    True
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,13 @@ class Reduce:
 
 
 Local: TypeAlias = Copy | Reduce
+"""Step of a rank by itself, which follows the messages of a round.
+
+Example:
+    >>> first = mpicoll.schedules.get("alltoall", "pairwise").schedule(0, 4).rounds[0]
+    >>> first.then, isinstance(first.then[0], mpicoll.schedules.Local)
+    ((Copy(src=0, dst=4),), True)
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,4 +44,10 @@ PARAMETER_SERVER = Algorithm(
     sent="max(1, (P - S) / S) if P > S else 0",
     doc=_generate.__doc__ or "",
 )
-"""The algorithm; its ``segments`` are the number of servers."""
+"""Step of a synchronous parameter server, an :class:`Algorithm` that is not registered; ``segments`` are its servers.
+
+Example:
+    >>> report = mpicoll.schedules.verify(mpicoll.schedules.PARAMETER_SERVER, 6, segments=2)
+    >>> report.rounds, report.messages
+    (2, 16)
+"""
