@@ -40,7 +40,8 @@ def format_events(table: TraceTable) -> Iterator[str]:
         "calls": table.calls,
     }
     # The last entry of the object, so that all before it can be read by itself.
-    yield json.dumps({"displayTimeUnit": "ns", "otherData": about})[:-1] + ', "traceEvents": ['
+    # Without displayTimeUnit, in which some versions of Perfetto read all times, instead of microseconds.
+    yield json.dumps({"otherData": about})[:-1] + ', "traceEvents": ['
     arrows = _Arrows()
     comma = "\n"
     for process in table.ranks:
