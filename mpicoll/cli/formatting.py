@@ -171,8 +171,9 @@ class Table:
         widths = [max(1, one) for one in self._widths]
         others = max(widths[1:], default=-3)
         if widths[0] + others + 6 > width:
-            # The first column, which is repeated, gets what the widest of the others leaves of it, at least a third.
-            least = max(_NARROWEST, width // 3)
+            # The first column, which is repeated, gets what the widest of the others leaves of it, at least a half: its
+            # names would be broken anywhere, while the others fold at blanks.
+            least = max(_NARROWEST, width // 2)
             widths[0] = min(widths[0], max(least, width - others - 6))
             widths[1:] = [min(one, max(_NARROWEST, width - widths[0] - 6)) for one in widths[1:]]
         parts: list[dict[int, int]] = []

@@ -159,6 +159,18 @@ def test_in_a_pipe_a_table_is_folded(
     assert out.count("x") == 100
 
 
+@pytest.mark.parametrize("rich", [True, False])
+def test_names_are_not_broken_for_wide_columns(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    name, words = "reduce_scatter/recursive_halving", " ".join(["word"] * 20)
+    monkeypatch.setenv("COLUMNS", "80")
+    formatting.console().print(formatting.table("", ["name", "text"], [[name, words]]))
+    assert name in capsys.readouterr().out
+
+
 def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (False, True):
         for total in (2, None):
