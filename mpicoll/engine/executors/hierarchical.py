@@ -37,11 +37,11 @@ from mpicoll.transport.waiting import poll
 PIECE = 512 * 1024
 """Least bytes of a piece that a rank exchanges with each of the nodes."""
 
-_MAX_PIECES = 16
+_MAX_PIECES = 32
 """Most pieces of an operation. Larger operations have larger pieces. The links are idle while the ranks of a node
 reduce the first piece, and while they distribute the last one."""
 
-_IN_FLIGHT = 4
+_IN_FLIGHT = 8
 """Pieces that travel between the nodes at a time. In each, the ranks of a node wait for each other twice, for as long
 as it takes until the last one has a core: what they have begun to send has to last for that."""
 

@@ -39,7 +39,7 @@ from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
 
-_FIRST_SENDS = 2
+_FIRST_SENDS = 4
 """Sends to a rank that are posted at a time first: MPI libraries let all of them advance alike, so with more the first
 pieces would arrive late."""
 
@@ -47,7 +47,7 @@ _MAX_SENDS = 8
 """Pieces of the least size that may be posted to a rank at a time, later. MPI libraries announce each, and the link is
 idle if this thread, or that of the other rank, gets no core for the time that those take which are posted."""
 
-_NAP_SHARE = 1 / 4
+_NAP_SHARE = 1 / 16
 """Seconds between two polls per second that a step takes: so a wait leaves the core to those that compute, or that move
 the messages."""
 

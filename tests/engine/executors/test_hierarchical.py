@@ -170,6 +170,7 @@ def test_places_of_extremes() -> None:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of a few elements."""
     monkeypatch.setattr(hierarchical, "PIECE", 40)
+    monkeypatch.setattr(hierarchical, "_MAX_PIECES", 16)
     monkeypatch.setattr(bound_schedule, "PIECE", 24)
     lay_out.cache_clear()
     yield

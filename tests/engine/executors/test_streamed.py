@@ -32,6 +32,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Cut into tiny pieces; count the schedules that are."""
     cut: list[int] = []
     monkeypatch.setattr(executor, "PIECE", TINY)
+    monkeypatch.setattr(streamed, "_FIRST_SENDS", 2)
+    monkeypatch.setattr(streamed, "_NAP_SHARE", 1 / 4)
     run = StreamedSchedule.start
 
     def counting(self: StreamedSchedule, *args: Any) -> None:
