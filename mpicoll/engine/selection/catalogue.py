@@ -49,6 +49,21 @@ SHARED_MEMORY = {
 }
 """Algorithms of each collective in memory that ranks share (:mod:`mpicoll.engine.executors.shared_memory`)."""
 
+_SCHEDULES = {
+    "allreduce": ("master_worker", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"),
+    "reduce": ("linear", "chain", "binomial", "reduce_scatter_gather"),
+    "reduce_scatter": ("ring", "pairwise", "recursive_halving", "linear"),
+    "bcast": ("binomial", "chain", "scatter_allgather"),
+    "allgather": ("ring", "bruck", "recursive_doubling"),
+    "gather": ("linear", "binomial"),
+    "scatter": ("linear", "binomial"),
+    "alltoall": ("pairwise", "bruck"),
+    "scan": ("linear", "recursive_doubling"),
+    "exscan": ("linear", "recursive_doubling"),
+    "barrier": ("dissemination",),
+}
+"""Names of the schedules of each collective that are built in, known without loading them."""
+
 FORMER_NAMES = {"slots": "shm_flat", "pieces": "shm_pipelined"}
 """Former names of algorithms, by which users, their scripts and their tuned tables may still name them."""
 
@@ -102,6 +117,13 @@ def canonical_name(text: str) -> str:
     """Return the name of an algorithm, perhaps with a part behind a slash, with a former name replaced."""
     name, slash, detail = text.partition("/")
     return f"{FORMER_NAMES.get(name, name)}{slash}{detail}"
+
+
+def check_name(collective: str, text: str) -> None:
+    """Raise AlgorithmError if `text` names no algorithm. Does not load the schedules, which takes tens of milliseconds,
+    unless it may name one that is not built in, or its segments."""
+    if text not in _SCHEDULES.get(collective, ()):
+        resolve_name(collective, text)
 
 
 @lru_cache(maxsize=256)

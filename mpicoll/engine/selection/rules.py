@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import TypeAlias
 
-from mpicoll.engine.selection.catalogue import canonical_name, collectives, resolve_name
+from mpicoll.engine.selection.catalogue import SHARED_MEMORY, canonical_name, check_name, collectives
 from mpicoll.engine.selection.nbytes import format_bytes, parse_bytes
 from mpicoll.errors import AlgorithmError
 
@@ -47,11 +47,11 @@ def _parse_collective(text: str) -> tuple[str, tuple[Rule, ...]]:
     collective, colon, rest = text.partition(":")
     if not colon or not rest:
         raise AlgorithmError(f"rule {text!r}: expected collective:algorithm or collective:from-to:algorithm,...")
-    if collective not in collectives():
+    if collective not in SHARED_MEMORY and collective not in collectives():
         raise AlgorithmError(f"rule {text!r}: no collective {collective!r}; there are {', '.join(collectives())}")
     rules = tuple(_parse_rule(collective, part.strip()) for part in rest.split(","))
     for _, _, name in rules:
-        resolve_name(collective, name)
+        check_name(collective, name)
     return collective, rules
 
 
