@@ -199,21 +199,36 @@ static void write_shares(const Collective *one, uint32_t step, const char *sourc
     write_shared(steps, slot + high, source + start + high, nbytes - high);
 }
 
+/* Reduce this rank's share of a piece of the vector, and write it to `results` for the others. */
+static void reduce_vector_share(const Collective *one, char *target, char *results, size_t nbytes)
+{
+    /* The kernel's stores go to memory that other ranks have read only where there is no other. */
+    char *result = one->has_result ? target : results;
+    /* What is copied for the others is read at once. */
+    reduce_parts(one, one->everywhere || !one->has_result ? one->reduce : one->reduce_out, result, one->steps->size,
+                 nbytes);
+    if (one->everywhere)
+        write_shared(one->steps, results, result, nbytes);
+}
+
 /* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the
  * step. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n/P written for the others and
- * n(P-1)/P copied out; one step a piece and one more. */
+ * n(P-1)/P copied out; one step a piece and one more.
+ *
+ * Of prefixes, a rank reduces its share of those of all ranks, which replace their operands in the slots: n(P-1)/P
+ * bytes are written in reducing, and nothing besides for the others. */
 static int reduce_pieces(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
     const size_t width = one->width;
-    const bool written = is_written(one);
+    const bool written = is_written(one), prefixes = one->access == ACCESS_PREFIXES;
     size_t place = written ? find_place(one, steps->step) : 0, former; /* of this piece and the previous one */
     for (uint32_t i = written ? 1 : 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
         const size_t start = i * width;
         former = place, place = find_place(one, steps->step + 1);
-        char *results = steps->results[parity] + place;
+        char *results = prefixes ? get_slot(steps, 1 - parity, rank) + former : steps->results[parity] + place;
         if (start < one->nbytes)
             write_shares(one, steps->step + 1, source, target, start);
         if (i > 0) {
@@ -222,13 +237,10 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             for (int peer = 0; peer < size; peer++)
                 one->parts[peer] = get_slot(steps, 1 - parity, peer) + former + low;
             one->parts[rank] = source + previous + low;
-            /* The kernel's stores go to memory that other ranks have read only where there is no other. */
-            char *result = one->has_result ? target + previous + low : results + low;
-            /* What is copied for the others is read at once. */
-            reduce_parts(one, one->everywhere || !one->has_result ? one->reduce : one->reduce_out, result, size,
-                         high - low);
-            if (one->everywhere)
-                write_shared(steps, results + low, result, high - low);
+            if (prefixes)
+                reduce_all_prefixes(one, one->parts, target + previous + low, high - low);
+            else
+                reduce_vector_share(one, target + previous + low, results + low, high - low);
         }
         if (sync_ranks(steps) < 0)
             return -1;
@@ -239,6 +251,8 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             copy_out(one, target + previous + high, results + high, nbytes - high);
         }
     }
+    if (prefixes)
+        write_first_prefix(one, source, target);
     return 0;
 }
 
@@ -318,41 +332,6 @@ static void reduce_prefixes(const Collective *one, uint32_t step, const char *so
 static int run_prefixes(const Collective *one, const char *source, char *target)
 {
     return carry_out_pieces(one, source, target, write_for_higher, reduce_prefixes);
-}
-
-/* In each step, write a piece, and reduce this rank's share of the previous piece of all prefixes, in the slots of the
- * ranks, each of which fetches its own after the step. Per rank n(P-1)/P bytes written to slots, n read, n(P-1)/P
- * written in reducing and as many copied out; one step a piece and one more. */
-static int reduce_prefix_pieces(const Collective *one, const char *source, char *target)
-{
-    Steps *steps = one->steps;
-    const int rank = steps->rank, size = steps->size;
-    const size_t width = one->width;
-    const bool written = is_written(one);
-    size_t place = written ? find_place(one, steps->step) : 0, former; /* of this piece and the previous one */
-    for (uint32_t i = written ? 1 : 0; i < one->step_count; i++) {
-        const int parity = get_parity(steps);
-        const size_t start = i * width;
-        former = place, place = find_place(one, steps->step + 1);
-        if (start < one->nbytes)
-            write_shares(one, steps->step + 1, source, target, start);
-        const size_t previous = i == 0 ? 0 : start - width;
-        const size_t nbytes = i == 0 ? 0 : min_size(width, one->nbytes - previous);
-        const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-        for (int peer = 0; peer < size; peer++)
-            one->parts[peer] = get_slot(steps, 1 - parity, peer) + former + low;
-        one->parts[rank] = source + previous + low;
-        reduce_all_prefixes(one, one->parts, target + previous + low, high - low);
-        if (sync_ranks(steps) < 0)
-            return -1;
-        if (rank > 0) {
-            const char *results = get_slot(steps, 1 - parity, rank) + former;
-            copy_out(one, target + previous, results, low);
-            copy_out(one, target + previous + high, results + high, nbytes - high);
-        }
-    }
-    write_first_prefix(one, source, target);
-    return 0;
 }
 
 /* Copy the pieces that other ranks have written for this one. A rank that sends the same data to all ranks writes it
@@ -456,8 +435,9 @@ static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t 
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
     one->inclusive = inclusive;
     if (higher > 2 && layout->total >= PREFIX_SHARES_AT / higher) {
-        set_pieces(one, reduce_prefix_pieces, write_shares, NULL);
+        set_pieces(one, reduce_pieces, write_shares, NULL);
         one->access = ACCESS_PREFIXES;
+        one->has_result = one->steps->rank > 0; /* rank 0 knows its own */
         one->step_count++;
         one->is_small = false;
         return;
@@ -626,8 +606,8 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
     }
     one->waits_for_all = true;
     plan_waits(one, name, layout);
-    const bool reduces = one->run == reduce_pieces || one->run == reduce_prefix_pieces || one->read == reduce_vectors ||
-                         one->read == reduce_blocks || one->read == reduce_prefixes;
+    const bool reduces = one->run == reduce_pieces || one->read == reduce_vectors || one->read == reduce_blocks ||
+                         one->read == reduce_prefixes;
     if (reduces && one->reduce == NULL) {
         PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
         return -1;

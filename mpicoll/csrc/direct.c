@@ -391,36 +391,22 @@ static int read_array(const Collective *one, int peer, int which, size_t at, cha
     return 0;
 }
 
-/* Write a piece of the result of a vector to the other ranks that get it. Returns false if that has failed. */
-static bool write_result(const Collective *one, const char *piece, size_t at, size_t nbytes, Failure *failure)
+/* Write a piece of the result of a vector, or of prefixes those in place of the parts, to the other ranks that get it.
+ * Returns false if that has failed. */
+static bool write_results(
+    const Collective *one, const char *result, const void *const *parts, size_t at, size_t nbytes, Failure *failure)
 {
     const Steps *steps = one->steps;
+    const bool prefixes = one->access == ACCESS_PREFIXES;
     for (int i = 1; i < steps->size; i++) {
         const int peer = (steps->rank + i) % steps->size;
-        if (!one->everywhere && peer != one->root)
+        /* Rank 0 writes its prefix itself. */
+        if (prefixes ? peer == 0 : !one->everywhere && peer != one->root)
             continue;
         failure->peer = peer;
         failure->writes = true;
         const int64_t target = steps->locations->posted[peer][TARGET] + (int64_t)at;
-        failure->number = write_memory(steps, peer, piece, target, nbytes);
-        if (failure->number != 0)
-            return false;
-    }
-    return true;
-}
-
-/* Write a share of the prefixes of the other ranks to their outputs. Returns false if that has failed. */
-static bool write_prefixes(const Collective *one, const void *const *pieces, size_t at, size_t nbytes, Failure *failure)
-{
-    const Steps *steps = one->steps;
-    for (int i = 1; i < steps->size; i++) {
-        const int peer = (steps->rank + i) % steps->size;
-        if (peer == 0) /* which writes it itself */
-            continue;
-        failure->peer = peer;
-        failure->writes = true;
-        const int64_t target = steps->locations->posted[peer][TARGET] + (int64_t)at;
-        failure->number = write_memory(steps, peer, pieces[peer], target, nbytes);
+        failure->number = write_memory(steps, peer, prefixes ? parts[peer] : result, target, nbytes);
         if (failure->number != 0)
             return false;
     }
@@ -458,7 +444,7 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
         parts[rank] = whole->source + at;
         if (one->access == ACCESS_PREFIXES) {
             reduce_all_prefixes(one, parts, whole->target + start, nbytes);
-            if (!write_prefixes(one, parts, at, nbytes, &whole->failures[share]))
+            if (!write_results(one, NULL, parts, at, nbytes, &whole->failures[share]))
                 return;
             continue;
         }
@@ -466,7 +452,7 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
         const bool apart = writes && (one->streams || !one->has_result);
         char *result = apart ? pieces + (size_t)rank * one->access_width : whole->target + start;
         (writes ? one->reduce : one->reduce_out)(result, parts, operands, nbytes / one->itemsize);
-        if (writes && !write_result(one, result, at, nbytes, &whole->failures[share]))
+        if (writes && !write_results(one, result, parts, at, nbytes, &whole->failures[share]))
             return;
         if (apart && one->has_result)
             stream(whole->target + start, result, nbytes);
