@@ -17,6 +17,7 @@ import cupy
 import numpy as np
 
 import mpicoll
+from mpicoll.engine.executors import peer_messages
 from mpicoll.engine.executors.peer_messages import PeerMessages
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -56,10 +57,13 @@ def main() -> None:
     cupy.cuda.Device(world.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
     mpicoll.allreduce(cupy.ones(1))  # in which the ranks find out if they reach each other's memory
     announce = PeerMessages.send
+    least = peer_messages.MIN_SHARED_BYTES
     ways: dict[str, Callable[..., object]] = {"ipc": announce, "host": lambda *arguments: None}
     for nbytes in map(parse_size, given.sizes.split(",")):
         x, out = (cupy.asarray(np.full(nbytes // 4, value, np.float32)) for value in (3, 0))
+        peer_messages.MIN_SHARED_BYTES = least
         choice = mpicoll.explain("send", x.nbytes, root=1 - world.rank % 2, like=x)
+        peer_messages.MIN_SHARED_BYTES = 0
         times: dict[str, list[float]] = {way: [] for way in ways}
         for call in range(given.calls + 2):
             for way, send in ways.items():

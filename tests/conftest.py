@@ -127,9 +127,11 @@ def uncompared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def cuda() -> Iterator[ModuleType]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """cupy; the fake one where there is no device. Gone afterwards, so that other tests see a machine without CUDA."""
     from support import fake_cuda
 
+    # The ranks of tests share a device: their messages are as between devices.
+    monkeypatch.setattr("mpicoll.engine.executors.peer_messages.MIN_SHARED_BYTES", 0)
     yield fake_cuda.install()
     fake_cuda.remove()

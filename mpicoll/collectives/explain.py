@@ -102,9 +102,13 @@ def _explain_message(communicator: CommunicatorCore, name: str, nbytes: int, oth
 
     if staging.sends_device_memory(communicator.checks.calls):
         return Choice("direct", None, 1, "the MPI library sends memory of devices")
+    sender = peer_messages.find_sender(communicator, device, other)
     if nbytes < staging.MIN_ANNOUNCED_BYTES:
         reason = f"it has fewer than {staging.MIN_ANNOUNCED_BYTES} bytes"
-    elif peer_messages.find_sender(communicator, device, other) is not None:
+    elif sender is not None:
+        least = sender.get_min_bytes(communicator.members[other])
+        if nbytes < least:
+            return Choice("staged", None, 1, f"both ranks use one device, and it has fewer than {least} bytes")
         return Choice("ipc", None, 1, "the receiver copies it from memory of the sender, if there is enough for it")
     elif other == communicator.rank:
         reason = "the other rank is on this rank itself"

@@ -41,8 +41,11 @@ def test_body(ranks: Ranks, arrays: Arrays, body: Callable[[Arrays], Any]) -> No
 
 
 @pytest.mark.parametrize("body", bodies.MESSAGES, ids=lambda body: body.__name__)
-def test_messages_by_ipc(several: Ranks, arrays: Arrays, body: Callable[[Arrays], Any]) -> None:
+def test_messages_by_ipc(
+    several: Ranks, arrays: Arrays, body: Callable[[Arrays], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Messages after a collective, in which ranks find out if they reach each other's memory."""
+    monkeypatch.setattr("mpicoll.engine.executors.peer_messages.MIN_SHARED_BYTES", 0)
     several(bodies.after_a_collective, arrays, body, timeout=100)
 
 

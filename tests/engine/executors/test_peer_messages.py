@@ -386,6 +386,25 @@ def test_memory_that_can_not_be_opened(arrays: Cupy) -> None:
     mpicoll.run_local(main, 2, timeout=60)
 
 
+def test_ranks_that_share_a_device_announce_large_messages_only(
+    several: Ranks, arrays: Cupy, announcements: Counter[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_messages, "MIN_SHARED_BYTES", 4 * COUNT + 1)
+
+    def main() -> None:
+        connect(arrays)
+        rank, right, left = neighbours()
+        for count in (COUNT, COUNT + 1):
+            got = mpicoll.sendrecv(arrays.put(values(rank, count=count)), right, left)
+            np.testing.assert_array_equal(arrays.get(got), values(left, count=count))
+            mpicoll.barrier()
+
+    several(main)
+    # Ranks that are threads count together.
+    assert announcements[True] in (1, several.size if several.local else 1), announcements
+    assert not announcements[False]
+
+
 def test_explain_tells_the_way_of_a_message(arrays: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     def main() -> None:
         x = arrays.put(np.zeros(4, np.float32))
@@ -400,6 +419,10 @@ def test_explain_tells_the_way_of_a_message(arrays: Cupy, monkeypatch: pytest.Mo
         assert explain(like=x).startswith("ipc: ")
         assert explain(100, like=x).startswith("staged: it has fewer than 65536 bytes")
         assert "on this rank itself" in str(mpicoll.explain("send", 1 << 20, root=1 - other, like=x))
+        mpicoll.barrier()
+        monkeypatch.setattr(peer_messages, "MIN_SHARED_BYTES", 2 << 20)
+        assert explain(like=x) == "staged: both ranks use one device, and it has fewer than 2097152 bytes"
+        assert explain(2 << 20, like=x).startswith("ipc: ")
         mpicoll.barrier()
 
     mpicoll.run_local(main, 2, timeout=60)
