@@ -8,8 +8,9 @@ a tuned table. Then what they have learned is timed in turns with all algorithms
 
 * first: the time of the best algorithm divided by that of the one that the first call takes.
 * learned: the same for the one that is taken after `--calls` calls.
-* cost: what the calls from the second on took longer than as many later calls, divided by the time of 1,000 later
-  calls. The first call sets up what an algorithm needs, whichever it is.
+* cost: what the calls from the second on took longer than as many later calls, less the same on communicators that
+  learn nothing, divided by the time of 1,000 later calls: of the fastest of several communicators each. The first calls
+  set up what an algorithm needs.
 
 Rows with `learned` below 95 %, `first` below 80 % or `cost` above 2 % end with <.
 """
@@ -19,18 +20,25 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from statistics import median
+from typing import Any
 
+import mpicoll
+from mpicoll import Communicator
 from mpicoll.cli import formatting
-from mpicoll.cli.bench.cases import COLLECTIVES, Case, Workload
+from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, Case, Workload
 from mpicoll.cli.bench.measure import time_calls
-from mpicoll.cli.bench.peers import candidate
 from mpicoll.cli.bench.team import Team
 from mpicoll.cli.tune.measure import measure_point
 from mpicoll.cli.tune.settings import TuneSettings
 from mpicoll.collectives.explain import make_call_query
+from mpicoll.config import TuneMode
 from mpicoll.engine.selection.selector import choose, unsupported_reasons
 from mpicoll.engine.world import resolve, world
+
+_COMMUNICATORS = 4
+"""Communicators of each kind whose first calls are measured."""
 
 _ROW = "{:14} {:>7} {:18} {:>6} {:18} {:>7} {:18} {:>7}"
 
@@ -44,12 +52,14 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(team: Team, workload: Workload, calls: int, asked: TuneSettings) -> tuple[list[str], bool]:
-    """Return the row of a workload, and True if it is as good as it has to be. Collective."""
-    core = resolve(team.comm)
-    query = make_call_query(workload.collective, workload.nbytes, "sum", "float32", 0, None, core, None)
-    first = choose(query, None).name
-    call = candidate("mpicoll", kind="numpy").prepare(Case(workload, team.rank, "numpy")).call
+def measure_first_calls(
+    team: Team, case: Case, comm: Communicator, calls: int, algorithm: str | None = None
+) -> tuple[float, float]:
+    """Return the seconds that the calls after the first took beyond as many later calls, and those of a later one."""
+    name = case.workload.collective
+    keywords: dict[str, Any] = {} if name == "barrier" else {"out": case.out}
+    arguments = () if name == "barrier" else (case.x, "sum") if name in REDUCTIONS else (case.x,)
+    call = partial(getattr(mpicoll, name), *arguments, **keywords, algorithm=algorithm, comm=comm)
     team.barrier()
     marks = [time.perf_counter()]
     for _ in range(calls):
@@ -57,14 +67,34 @@ def check(team: Team, workload: Workload, calls: int, asked: TuneSettings) -> tu
         marks.append(time.perf_counter())
     (took,) = team.max_over_ranks([marks[-1] - marks[1]])
     later = median(team.max_over_ranks([time_calls(call, -(-calls // 9), team.barrier) for _ in range(9)]))
+    return took - (calls - 1) * later, later
+
+
+def check(team: Team, workload: Workload, calls: int, asked: TuneSettings) -> tuple[list[str], bool]:
+    """Return the row of a workload, and True if it is as good as it has to be. Collective."""
+    core = resolve(team.comm)
+    query = make_call_query(workload.collective, workload.nbytes, "sum", "float32", 0, None, core, None)
+    first = choose(query, None).name
+    case = Case(workload, team.rank, "numpy")
+    over: dict[TuneMode, list[float]] = {"off": [], core.tune: []}
+    for _ in range(_COMMUNICATORS):
+        for mode, found in over.items():
+            comm = team.comm.duplicate()
+            core = resolve(comm)
+            core.tune = mode
+            beyond, later = measure_first_calls(team, case, comm, calls)
+            found.append(beyond)
     trials = core.trials.get(query)
     learned = first if trials is None else trials.winner
     names = [name for name, refusal in unsupported_reasons(query).items() if refusal is None]
+    for name in dict.fromkeys((first, learned)):
+        # What is fixed by the first calls of an algorithm is timed as later calls are.
+        measure_first_calls(team, case, team.comm, calls, name)
     looks, medians = measure_point(team, workload, names, learned, asked)
     # A first choice that a first look excluded keeps the time of that look.
     medians.setdefault(first, looks[first])
     best = min(medians, key=lambda name: medians[name])
-    cost = (took - (calls - 1) * later) / (1000 * later)
+    cost = (min(over[core.tune]) - min(over["off"])) / (1000 * later)
     good = {name: medians[best] / medians[name] for name in (first, learned)}
     row = [
         *(workload.collective, formatting.nbytes(workload.nbytes), best, f"{good[first]:.0%}", first),

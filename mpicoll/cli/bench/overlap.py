@@ -24,6 +24,9 @@ from mpicoll.cli.bench.team import Team
 _ROUNDS = (11, 101)
 """Minimum and maximum number of measurements."""
 
+_CALIBRATIONS = 4
+"""Maximum number of measurements of a computation that is to take as long as the collective, or up to 5 % longer."""
+
 _BLOCK = 2e-3
 """Minimum duration of a measurement of collectives in seconds."""
 
@@ -85,14 +88,20 @@ def _calibrate_computation(team: Team, computation: str, seconds: float, computi
     if computation == "sleep":
         return lambda: time.sleep(seconds if team.rank < computing else 0.0)
     work = {"numpy": _vectors, "python": _numbers}[computation]() if team.rank < computing else _do_nothing
+
+    def measure(turns: int) -> float:
+        return float(team.max_over_ranks([time_calls(lambda: work(turns), 1, team.barrier)])[0])
+
     turns = 1
-    while True:
-        took = team.max_over_ranks([time_calls(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
-        if took > seconds / 4 or turns >= 1 << 24:
-            break
+    while (took := measure(turns)) <= seconds / 4 and turns < 1 << 24:
         turns *= 2
-    chosen = max(1, round(turns * seconds / took))
-    return lambda: work(chosen)
+    # A core that has computed for longer may be faster or slower.
+    for _ in range(_CALIBRATIONS):
+        chosen = max(1, round(turns * seconds / took))
+        turns, took = chosen, measure(chosen)
+        if seconds <= took <= 1.05 * seconds:
+            break
+    return lambda: work(turns)
 
 
 def _do_nothing(turns: int) -> None:
