@@ -20,6 +20,7 @@ from support.stage_values import Pair
 from torch import Tensor
 
 import mpicoll
+from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.executors.staging import ANNOUNCEMENT_BYTES
 from mpicoll.errors import CommunicationError, DeviceError
 from mpicoll.parallel import gradients, mappings
@@ -449,6 +450,8 @@ def test_a_rank_may_ask_before_the_ranks_have_tried(several: Ranks, monkeypatch:
                 request = p2p.isend(late(numbers(p2p.stage, 20_000)), after)
                 assert torch.equal(now(p2p.recv(before)), numbers(before, 20_000))
                 request.wait()
+            # The program's first collective selects the device of its communicator.
+            assert comm.rank == 0 or core_of(comm).devices is None
 
     several(body)
     assert announced[True]

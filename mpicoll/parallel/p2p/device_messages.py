@@ -21,7 +21,9 @@ def connect_devices(comm: Communicator, device: torch.device) -> None:
     `device` tries it. Collective; all ranks pass a CUDA device."""
     devices = core_of(comm).devices
     if comm.size > 1 and (devices is None or not devices.has_exchanged):
-        bcast(torch.empty(1, device=device), 0, comm=comm)
+        # On a duplicate: a communicator has one device on each rank, which the program's own first collective selects.
+        with comm.duplicate() as own:
+            bcast(torch.empty(1, device=device), 0, comm=own)
 
 
 def announce_tensor(core: CommunicatorCore, dest: int, tag: int, tensor: torch.Tensor) -> Memory | None:
