@@ -7,6 +7,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpicoll.buffers.recognise import bind_empty, recognise
 from mpicoll.collectives.memory import OutputArray
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -157,20 +159,22 @@ def _repeat(
     # Not the communicator: the queue, which refers to this, must not keep it.
     conclude = partial(_conclude_failure, comm.queue.group, 0 if result is None else result.nbytes)
     active = None if comm.watch is None else comm.watch.active
-    carrier = comm.transport.bind_messages(sent, received, active, conclude)
+    accept = None if received is None else partial(_accept_announced, comm.registry)
+    carrier = comm.transport.bind_messages(sent, received, active, conclude, accept)
     if carrier is not None:
         make_result = None if result is None or x is None else bind_empty(result)
         comm.queue.add_call(key, x, result, make_result, carrier, call, in_place=False)
 
 
 def _accept_announced(registry: Registry, array: Any, nbytes: int) -> int:
-    """Store the message whose announcement, of `nbytes`, was received into `array`, and return its bytes; `nbytes` if
-    no message was announced. The receive may have been posted before there were announcements."""
+    """Store the message whose announcement, of `nbytes`, was received into `array`, an array or its bytes. Return the
+    bytes of that message; `nbytes` if none was announced. The receive may have begun before there were
+    announcements."""
     if nbytes != ANNOUNCEMENT_BYTES or not registry.peer_messages:
         return nbytes
     from mpicoll.engine.executors.peer_messages import find_announced
 
-    target = OutputArray(recognise("irecv", array))
+    target = OutputArray(recognise("irecv", np.frombuffer(array, np.uint8) if type(array) is memoryview else array))
     announced = find_announced(registry, target.as_bytes[:nbytes])
     if announced is None:
         return nbytes

@@ -153,6 +153,20 @@ static void raise_failure(const MessageCall *one, int record, const Exchange *ru
     Py_XDECREF(entry);
 }
 
+/* Have Python store what a message of another size than the target stands for. Returns -1 with an exception if that
+ * fails. */
+static int accept_message(const MessageCall *one, Exchange *running)
+{
+    PyObject *target = PyMemoryView_FromMemory(running->target, (Py_ssize_t)running->target_bytes, PyBUF_WRITE);
+    PyObject *found =
+        target == NULL ? NULL : PyObject_CallFunction(one->accept, "OL", target, (long long)running->nbytes);
+    Py_XDECREF(target);
+    if (found != NULL)
+        running->nbytes = PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 int advance_counter(PyObject *counter)
 {
     PyObject *number = counter == NULL ? NULL : PyIter_Next(counter);
@@ -198,7 +212,10 @@ int carry_out_messages(const MessageCall *one, PyObject *group, PyObject *call, 
         free(running.whole);
     if (running.sending) /* MPI may still read it */
         Py_INCREF(x);
-    if (running.error != 0 || running.lacks_memory || (arrived && running.nbytes != (int64_t)running.target_bytes)) {
+    if (status == 0 && arrived && running.nbytes < (int64_t)running.target_bytes && one->accept != NULL)
+        status = accept_message(one, &running);
+    if (status == 0 && (running.error != 0 || running.lacks_memory ||
+                        (arrived && running.nbytes != (int64_t)running.target_bytes))) {
         raise_failure(one, record, &running);
         status = -1;
     } else {
@@ -291,9 +308,9 @@ static PyType_Slot slots[] = {
                 " `conclude(entry, error, source, tag, nbytes)` records the end of the operation and returns the"
                 " exception; `error` is MPI's, and 0 if the message has another size than the memory for it. If `wrap`"
                 " is not None the call only starts its message, of which there is one, and returns `wrap(message)` of"
-                " a PendingMessage. Then `accept(array, nbytes)`, if it is not None, is called when a message of"
-                " another size than `array` was received into it: it stores the message that this one stands for, and"
-                " returns the bytes of that; else `nbytes`."},
+                " a PendingMessage. `accept(array, nbytes)`, if it is not None, is called when a message of another"
+                " size than `array`, an array or its bytes, was received into it: it stores the message that this one"
+                " stands for, and returns the bytes of that; else `nbytes`."},
     {Py_tp_init, init_message_call},
     {Py_tp_dealloc, dealloc_message_call},
     {Py_tp_traverse, traverse_message_call},

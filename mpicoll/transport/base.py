@@ -322,12 +322,18 @@ class Transport(Protocol):
     def isend(self, data: Memory, dest: int, tag: int) -> Pending: ...
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> Pending: ...
     def bind_messages(
-        self, sent: Route | None, received: Route | None, active: dict[int, Any] | None, conclude: ConcludeFailure
+        self,
+        sent: Route | None,
+        received: Route | None,
+        active: dict[int, Any] | None,
+        conclude: ConcludeFailure,
+        accept: Callable[[Any, int], int] | None,
     ) -> MessageCall | None:
         """Return what carries out blocking messages in the extension: one that is sent, one that is received, or both.
         None if only Python can do that.
 
-        Waits that last are shown in `active`, by thread; None: no watchdog looks at them.
+        Waits that last are shown in `active`, by thread; None: no watchdog looks at them. `accept` is that of
+        :class:`mpicoll._shm.MessageCall`.
         """
 
     def bind_started_message(
@@ -344,8 +350,7 @@ class Transport(Protocol):
         """Return what starts messages of `size` bytes in the extension, which complete later: ones that are sent, or
         received. None if only Python can do that.
 
-        A call returns ``wrap(message)``. `accept` is that of :class:`mpicoll._shm.MessageCall`. The other arguments are
-        those of :meth:`bind_messages`.
+        A call returns ``wrap(message)``. The other arguments are those of :meth:`bind_messages`.
         """
 
     def bind_line_end(

@@ -32,8 +32,8 @@ def bind_messages(
     received: Route | None,
     active: dict[int, Any] | None,
     conclude: Conclude,
-    wrap: Callable[[PendingMessage], Any] | None = None,
-    accept: Callable[[Any, int], int] | None = None,
+    wrap: Callable[[PendingMessage], Any] | None,
+    accept: Callable[[Any, int], int] | None,
 ) -> MessageCall | None:
     """Return what sends and receives messages on `comm` in the extension, or starts them if `wrap` is given; None if
     that can't be done.

@@ -210,7 +210,12 @@ class MessagePassing:
         return MpiPending(self.rank, self.failures, self.traffic, request, data, (self._p2p, source, tag))
 
     def bind_messages(
-        self, sent: Route | None, received: Route | None, active: dict[int, Any] | None, conclude: ConcludeFailure
+        self,
+        sent: Route | None,
+        received: Route | None,
+        active: dict[int, Any] | None,
+        conclude: ConcludeFailure,
+        accept: Callable[[Any, int], int] | None,
     ) -> MessageCall | None:
         if fault_tolerant() or _post is _reject_post:
             return None
@@ -220,7 +225,7 @@ class MessagePassing:
         def conclude_failure(entry: Any, code: int, source: int, tag: int, nbytes: int) -> Exception:
             return conclude(entry, self._make_error(code) if code else None, Envelope(source, tag, nbytes))
 
-        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure)
+        return bind_messages(self._p2p, self.traffic, sent, received, active, conclude_failure, None, accept)
 
     def bind_started_message(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -114,6 +115,47 @@ def test_each_way_to_receive(several: Ranks, arrays: Cupy, announcements: Counte
     several(main)
     assert announcements[True]
     assert not announcements[False]
+
+
+@pytest.mark.parametrize("count", [COUNT, COUNT + 1], ids=["right size", "another size"])
+def test_a_receive_in_which_a_thread_is_when_the_ranks_connect(several: Ranks, arrays: Cupy, count: int) -> None:
+    """The extension carries it out, and knows nothing of announcements."""
+
+    def main() -> None:
+        world, (rank, right, left) = mpicoll.world(), neighbours()
+        out, raised = np.zeros(COUNT, np.float32), []
+        for _ in range(3):
+            sending = mpicoll.isend(values(rank), right)
+            mpicoll.recv(source=left, out=out)
+            sending.wait()
+
+        def receive() -> None:
+            try:
+                mpicoll.recv(source=left, out=out, comm=world)
+            except mpicoll.TruncationError as error:
+                raised.append(str(error))
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        watch = world._core.watch
+        deadline = time.monotonic() + 1
+        while watch is not None and receiver.ident not in watch.active and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        messages = connect(arrays)
+        sending = mpicoll.isend(arrays.put(values(rank, 7, count)), right)
+        receiver.join(20)
+        assert not receiver.is_alive()
+        sending.wait()
+        if count == COUNT:
+            assert not raised
+            np.testing.assert_array_equal(out, values(left, 7))
+        else:
+            assert len(raised) == 1
+            assert f"{4 * count} bytes" in raised[0]
+        mpicoll.barrier()
+        assert messages.is_idle
+
+    several(main)
 
 
 def test_receives_that_were_posted_before_the_ranks_connect(
