@@ -107,7 +107,9 @@ class Registry:
     def members(self) -> list[Member]:
         """Return the communicators that are alive and not freed, in the order of creation."""
         with self._lock:
-            known = [one() for one in self._members.copy()]
+            # Not by list.copy(): that may start a garbage collection, which drops communicators, and then read past the
+            # new end of the list.
+            known = [one() for one in list(self._members)]
         return [comm for comm in known if comm is not None and not comm.freed]
 
     def compare_unseen_calls(self) -> None:
