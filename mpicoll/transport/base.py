@@ -90,7 +90,7 @@ class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
 
     def snapshot(self) -> Tally:
         # Only repr() gives the value of an itertools.count without changing it.
-        return {key: int(repr(counter)[len("count(") : -1]) for key, counter in self.copy().items()}
+        return {key: int(repr(counter)[len("count(") : -1]) for key, counter in dict(self).items()}
 
 
 class Pending(Protocol):

@@ -34,19 +34,20 @@ def _collections_restored() -> Iterator[None]:
             gc.disable()
 
 
-def collect_during(call: Callable[[], object], prepare: Callable[[], object], allocations: int = 20) -> None:
+def collect_during(call: Callable[[], object], prepare: Callable[[], object], allocations: int = 100) -> None:
     """Call `call` so that a collection begins at the first object that it allocates, then at the second, and so on.
     Each time, `prepare` makes the garbage before.
 
     Only before Python 3.12 does a collection begin within a function that is written in C.
     """
     for allocation in range(allocations):
-        gc.collect()
         with _collections_restored():
             gc.disable()
+            gc.collect()
             prepare()
             used = [([], {}) for _ in range(_MORE_THAN_KEPT)]  # type: ignore[var-annotated]
             gc.set_threshold(gc.get_count()[0] + allocation)
             gc.enable()
             call()
-        del used
+            del used
+            gc.collect(0)

@@ -76,7 +76,7 @@ def register_host_memory(index: int, memory: Array) -> None:
     begin = address - address % mmap.PAGESIZE
     end = -(-(address + whole.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _REGISTERING, RelaxedCapture(), CurrentDevice(index):
-        first = next((one for one, last in list(_registered.items()) if one <= begin and end <= last), None)
+        first = next((one for one, last in dict(_registered).items() if one <= begin and end <= last), None)
         if first is None:
             try:
                 runtime.hostRegister(begin, end - begin, _PORTABLE | _MAPPED)

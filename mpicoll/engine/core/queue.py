@@ -196,7 +196,7 @@ class OperationQueue:
 
     def waiting_threads(self) -> set[int]:
         """Return the threads that wait, without a bound, for their turn or for a submitted operation."""
-        return {ident for ident, _ in self._behind.copy()}.union(self._awaiting)
+        return {ident for ident, _ in list(self._behind)}.union(self._awaiting)
 
     def run_with_deadline(self, function: Callable[..., Any], call: Call, *args: Any, bounded: bool = False) -> Any:
         """Call `function` under the watch, which reports `call` if it takes too long. For calls that block outside the
@@ -667,7 +667,7 @@ class OperationQueue:
         """Raise CommunicatorError if another thread runs a blocking collective or waits to begin one. Threads that run
         or await submitted operations do not count."""
         running = self._blocking_entry()
-        others = [(ident, call) for ident, call in self._behind.copy() if ident != me[0]]
+        others = [(ident, call) for ident, call in list(self._behind) if ident != me[0]]
         if running is not None or others:
             # A thread that finds the lock free is not recorded, because that would cost 30 ns per call.
             what = others[0][1] if running is None else running[2]

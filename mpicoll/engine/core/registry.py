@@ -107,8 +107,7 @@ class Registry:
     def members(self) -> list[Member]:
         """Return the communicators that are alive and not freed, in the order of creation."""
         with self._lock:
-            # Not by list.copy(): that may start a garbage collection, which drops communicators, and then read past the
-            # new end of the list.
+            # Not list.copy(): it may start a garbage collection, which drops communicators, and then read past the end.
             known = [one() for one in list(self._members)]
         return [comm for comm in known if comm is not None and not comm.freed]
 

@@ -99,7 +99,7 @@ class LocalWaits:
 
     def entries(self) -> list[Entry]:
         """Return the operations in which this rank waits."""
-        found = [*(entry for entry, _, _ in self.active.copy().values()), *(queue.current for queue in self.queues())]
+        found = [*(entry for entry, _, _ in list(self.active.values())), *(queue.current for queue in self.queues())]
         return [Entry._make(one) for one in found if one is not None]
 
     def retire(self, group: Group, number: int) -> None:
@@ -123,7 +123,7 @@ class LocalWaits:
 
     def final_state(self, rank: int) -> dict[str, Any]:
         """Return the final state of this rank, from which other ranks derive which operations can never complete."""
-        positions = self._retired | {queue.group.key: (queue.group, queue.number) for queue in self.queues()}
+        positions = dict(self._retired) | {queue.group.key: (queue.group, queue.number) for queue in self.queues()}
         return {
             "numbers": {key: number for key, (_, number) in positions.items()} | self._meetings,
             "sent": {
@@ -142,12 +142,12 @@ class LocalWaits:
             rank,
             size,
             self.queues(),
-            self.active.copy(),
+            dict(self.active),
             full=full,
             started=self.started,
             calls=calls,
-            met=self._meetings.copy(),
-            retired={key: number for key, (_, number) in self._retired.copy().items()},
+            met=dict(self._meetings),
+            retired={key: number for key, (_, number) in dict(self._retired).items()},
         )
         for one in found.get("pending", []):
             one["failing"] = (one["key"], one["number"], one["begin"]) in self.failing

@@ -52,7 +52,7 @@ def _unescape(name: str) -> str:
 def thread_names() -> dict[int, str]:
     """Return the names of the threads that Python has registered, by identifier."""
     # Not threading.enumerate(), which takes a lock: a signal handler may have interrupted the thread that holds it.
-    threads: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]  # noqa: SLF001
+    threads: dict[int, threading.Thread] = dict(threading._active)  # type: ignore[attr-defined]  # noqa: SLF001
     return {ident: thread.name for ident, thread in threads.items()}
 
 

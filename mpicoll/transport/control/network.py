@@ -151,7 +151,7 @@ class ControlNetwork:
     @property
     def exits(self) -> dict[int, PeerExit]:
         """The exits of other ranks, by rank."""
-        return self._endpoint.members.exits.copy()
+        return dict(self._endpoint.members.exits)
 
     @property
     def crash_fd(self) -> int | None:

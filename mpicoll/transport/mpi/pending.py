@@ -143,7 +143,7 @@ class ActiveTransfers:
     def list_started(self) -> list[tuple[str, int | None]]:
         """Return the transfers that may be under way, as "send" or "recv" and the tag (None: any, or not known). Takes
         no lock: the thread that holds it may be stuck."""
-        transfers = [one.takes for one in self.pending.copy().values()]
+        transfers = [one.takes for one in list(self.pending.values())]
         started = [(kind, None if tag == MPI.ANY_TAG else tag) for _, kind, _, tag in list_pending_messages()]
         return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers] + started
 

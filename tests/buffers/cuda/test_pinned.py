@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import fake_cuda
 from support.device_memory import down, up
+from support.garbage import collect_during, make_garbage
 
 Array = np.ndarray[Any, Any]
 
@@ -108,6 +109,19 @@ def test_shared_memory_is_page_locked_as_a_whole(on: Any, lazy: None) -> None:
     slots.clear()
     gc.collect()
     assert not pinned(address)
+
+
+def test_a_collection_may_unregister_memory_while_other_memory_is_registered(
+    pinned: Any, on: Any, lazy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: dict[int, int] = {}
+    monkeypatch.setattr(pinned, "_registered", registered)
+
+    def prepare() -> None:
+        registered.update({1 << 60 | number: 0 for number in range(20)})
+        make_garbage(lambda: [registered.pop(1 << 60 | number, None) for number in range(5)])
+
+    collect_during(lambda: on.register_host_memory(np.asarray(Mapping(4096))), prepare)
 
 
 def test_memory_with_several_owners_is_page_locked_until_the_last_is_gone(on: Any, lazy: None) -> None:

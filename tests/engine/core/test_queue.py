@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.garbage import collect_during, make_garbage
 from support.ranks import Ranks
 
 import mpicoll
@@ -460,6 +461,26 @@ def test_stop_may_be_called_by_the_garbage_collector() -> None:
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_a_collection_may_end_the_wait_of_a_thread_while_they_are_listed(queue: OperationQueue) -> None:
+    """It lets other threads run, maybe within the function of Python that copies the list of them."""
+    some = [(ident, WHAT) for ident in range(3)]
+
+    def end_two() -> None:
+        for one in (some[2], some[0]):
+            if one in queue._behind:
+                queue._behind.remove(one)
+
+    def prepare() -> None:
+        queue._behind[:] = some
+        make_garbage(end_two)
+
+    found: list[set[int]] = []
+    collect_during(lambda: found.append(queue.waiting_threads()), prepare)
+    queue._behind.clear()
+    # A copy that reads past the end of the list, which was moved, finds the last thread there.
+    assert all(one in ({0, 1, 2}, {1}) for one in found)
 
 
 def workers() -> list[threading.Thread]:
