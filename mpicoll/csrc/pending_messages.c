@@ -434,8 +434,11 @@ PyObject *list_pending_messages(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    PyObject *all = PyList_New(0);
-    for (const PendingMessage *one = youngest; all != NULL && one != NULL; one = one->older) {
+    /* A tuple that is made may start a garbage collection, in which messages complete. */
+    PyObject *messages = copy_list();
+    PyObject *all = messages == NULL ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; all != NULL && i < PyList_Size(messages); i++) {
+        const PendingMessage *one = (PendingMessage *)PyList_GetItem(messages, i);
         const MessageCall *by = one->carrier;
         PyObject *part = Py_BuildValue("(Ksii)", by->comm_number, one->sends ? "send" : "recv",
                                        one->sends ? by->dest : by->source, one->sends ? by->send_tag : by->recv_tag);
@@ -443,6 +446,7 @@ PyObject *list_pending_messages(PyObject *module, PyObject *unused)
             Py_CLEAR(all);
         Py_XDECREF(part);
     }
+    Py_XDECREF(messages);
     return all;
 }
 

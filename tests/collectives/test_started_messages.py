@@ -11,6 +11,7 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+from support.garbage import collect_during, make_garbage
 from support.ranks import Ranks
 
 import mpicoll
@@ -163,6 +164,35 @@ def test_memory_lives_until_they_complete(several: Ranks) -> None:
         while any(one() is not None for one in alive):
             mpicoll.waitall([mpicoll.irecv(np.empty(1), me, 6), mpicoll.isend(np.ones(1), me, 6)])
             assert time.monotonic() < deadline
+        mpicoll.barrier()
+
+    if not several.local:
+        several(body)
+
+
+@pytest.mark.extension
+def test_messages_may_complete_while_they_are_listed(several: Ranks) -> None:
+    """A garbage collection, whose finalizers complete some, may begin within the function of C that lists them."""
+
+    def body() -> None:
+        from mpicoll._shm import list_pending_messages
+
+        me, _, _ = _neighbours()
+        x = np.ones(1)
+        for _ in range(TURNS):
+            mpicoll.waitall([mpicoll.irecv(x, me, 21), mpicoll.isend(x, me, 21)])
+            mpicoll.waitall([mpicoll.irecv(x, me, 22), mpicoll.isend(x, me, 22)])
+        started: list[mpicoll.Request[Any]] = []
+
+        def prepare() -> None:
+            started[:] = [mpicoll.irecv(x, me, 21), mpicoll.irecv(x, me, 22)]
+            make_garbage(lambda: mpicoll.waitall([started[1], mpicoll.isend(x, me, 22)]))
+
+        def check() -> None:
+            assert 21 in [tag for _, _, _, tag in list_pending_messages()]
+            mpicoll.waitall([started[0], mpicoll.isend(x, me, 21)])
+
+        collect_during(check, prepare, 20)
         mpicoll.barrier()
 
     if not several.local:
