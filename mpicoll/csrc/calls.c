@@ -298,11 +298,14 @@ void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
 static int run_collective(Calls *calls, const Collective *collective, PyObject *call, const Operands *operands)
 {
     Steps *steps = collective->steps;
+    /* Other threads may add a call by this collective meanwhile, with another description. */
+    PyObject *text = Py_XNewRef(collective->text);
     steps->running = &calls->running;
-    steps->call = (Kept){call, collective->text, calls->lock->number};
+    steps->call = (Kept){call, text, calls->lock->number};
     int status = carry_out_collective(collective, operands->source, operands->target);
     steps->running = NULL;
     steps->call = (Kept){0};
+    Py_XDECREF(text);
     return status;
 }
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from subprocess import CompletedProcess
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.diagnostics.flight_recorder import Call
 
 pytestmark = pytest.mark.extension
 
@@ -74,6 +79,61 @@ def _bind(comm: mpicoll.Communicator) -> None:
         for root in range(comm.size):
             mpicoll.bcast(np.zeros(4), root, comm=comm)
     mpicoll.barrier(comm=comm)
+
+
+def test_a_call_keeps_its_description_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread that adds a call like it replaces the description of the collective."""
+    from mpicoll.engine.core.arena import Arena
+
+    x, y = np.zeros(4), np.zeros(8)
+    adds: list[Callable[[], None]] = []
+    texts: list[bytes] = []
+    references: list[int] = []
+    is_ahead, is_replaced = threading.Event(), threading.Event()
+    add_call, wait = OperationQueue.add_call, Arena.wait_for_late_ranks
+
+    def record_add(self: OperationQueue, *args: Any, **options: Any) -> None:
+        if self.group.rank == 0 and args[1] is x:
+            adds.append(partial(add_call, self, *args, **options))
+        add_call(self, *args, **options)
+
+    def describe(self: OperationQueue, call: Call) -> bytes:
+        text = f"{call} {len(texts)}".encode()
+        if self.group.rank == 0 and call.nbytes == x.nbytes:
+            texts.append(text)
+        return text
+
+    def wait_after_add(self: Arena) -> None:
+        if self.rank == 0 and is_ahead.is_set() and not is_replaced.is_set():
+            before = len(texts)
+            adds[-1]()
+            assert len(texts) == before + 1
+            references.append(sys.getrefcount(texts[-2]))
+            is_replaced.set()
+        wait(self)
+
+    monkeypatch.setattr(OperationQueue, "add_call", record_add)
+    monkeypatch.setattr(OperationQueue, "describe_repeated", describe)
+    monkeypatch.setattr(Arena, "wait_for_late_ranks", wait_after_add)
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+        own, other = (x, y) if rank == 0 else (x.copy(), y.copy())
+        for _ in range(3):
+            mpicoll.bcast(own, out=own)
+        # The calls of the last steps, whose descriptions are kept too, are others.
+        for _ in range(40):
+            mpicoll.bcast(other, out=other)
+        mpicoll.barrier()
+        assert rank == 0 or is_replaced.wait(20)
+        for _ in range(16):
+            mpicoll.bcast(other, out=other)
+        is_ahead.set()
+        mpicoll.bcast(own, out=own)
+        mpicoll.barrier()
+
+    mpicoll.run_local(body, 2, timeout=30)
+    assert references == [3]  # of `texts`, of the argument, and of the call that runs
 
 
 def test_ranks_may_catch_up_with_more_calls_than_a_rank_waits_for() -> None:
