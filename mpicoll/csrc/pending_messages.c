@@ -238,11 +238,12 @@ static void settle(PendingMessage *one)
             accept_message(one);
         if (one->nbytes != one->size || one->error != NULL)
             state = FAILED;
-        if (one->code == 0 && count_message(one->carrier->received, one->source, one->tag) < 0)
-            PyErr_WriteUnraisable((PyObject *)one); /* memory is missing; the message has arrived */
     }
     one->state = state;
     unlist_message(one);
+    /* Last, since this may run other code, in which no thread may ask MPI again. */
+    if (!one->sends && one->code == 0 && count_message(one->carrier->received, one->source, one->tag) < 0)
+        PyErr_WriteUnraisable((PyObject *)one); /* memory is missing; the message has arrived */
 }
 
 /* Test a message for which no thread is in MPI, so many times as long as it is pending. */

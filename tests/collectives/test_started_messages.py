@@ -199,6 +199,40 @@ def test_messages_may_complete_while_they_are_listed(several: Ranks) -> None:
         several(body)
 
 
+@pytest.mark.extension
+def test_a_message_may_be_tested_while_it_is_counted(several: Ranks) -> None:
+    """To count it may take Python code, in which other threads run. MPI reports its outcome once."""
+
+    def body() -> None:
+        me, _, _ = _neighbours()
+        x, counters = np.ones(4), core_of(mpicoll.world()).transport.traffic.receives
+        for _ in range(TURNS):
+            mpicoll.waitall([mpicoll.irecv(x, me, 23), mpicoll.isend(x, me, 23)])
+        receiving = mpicoll.irecv(x, me, 23)
+        asked: list[Any] = []
+        found: list[bool] = []
+
+        class Counters(type(counters)):  # type: ignore[misc]
+            def __missing__(self, key: Any) -> Any:
+                if not asked:
+                    asked.append(key)
+                    found.append(receiving.test())
+                return super().__missing__(key)
+
+        keys, before, original = set(counters), counters.pop((me, 23)), type(counters)
+        counters.__class__ = Counters
+        mpicoll.isend(x + 1, me, 23).wait()
+        np.testing.assert_array_equal(receiving.wait(), 2.0)
+        counters.__class__ = original
+        counters[me, 23] = before
+        assert found == [True]
+        assert set(counters) == keys
+        mpicoll.barrier()
+
+    if not several.local:
+        several(body)
+
+
 def test_freed_and_dropped_communicators(several: Ranks) -> None:
     def body() -> None:
         comm = mpicoll.world().duplicate()
