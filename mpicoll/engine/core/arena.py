@@ -255,8 +255,13 @@ class Arena(Steps):
                 if time.monotonic() - begin > seconds:
                     return
                 show()
-                self._check_usable(late)
-                wait.pause(late)
+                try:
+                    self._check_usable(late)
+                    wait.pause(late)
+                except CommunicationError:
+                    if self.list_late_ranks() == late:
+                        raise
+                    # Ranks have begun their last calls since, and may have exited.
         self.catch_up()
 
     def _check_usable(self, late: Sequence[int]) -> None:

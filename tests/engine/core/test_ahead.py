@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from subprocess import CompletedProcess
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import mpicoll
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.transport.local.transport import LocalTransport
 
 pytestmark = pytest.mark.extension
 
@@ -219,6 +220,34 @@ def test_a_rank_that_is_slow_is_no_error_at_the_end() -> None:
         return x.tolist()
 
     assert mpicoll.run_local(body, 2) == [[0.0] * 4, [7.0] * 4]
+
+
+def test_a_rank_may_make_its_last_calls_and_exit_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it has exited is no error then."""
+    looks = threading.Event()
+    is_ahead: list[bool] = []
+    check_peers = LocalTransport.check_peers
+
+    def check_later(self: LocalTransport, waited: float, peers: Sequence[int]) -> None:
+        if self.rank == 0 and is_ahead:
+            looks.set()
+            deadline = time.monotonic() + 20
+            while 1 not in self.job.dead:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+        check_peers(self, waited, peers)
+
+    monkeypatch.setattr(LocalTransport, "check_peers", check_later)
+
+    def body() -> None:
+        comm, x = mpicoll.world(), np.zeros(4)
+        _bind(comm)
+        assert comm.rank == 0 or looks.wait(20)
+        mpicoll.bcast(x, out=x)
+        if comm.rank == 0:
+            is_ahead.append(True)
+
+    mpicoll.run_local(body, 2, timeout=30)
 
 
 def test_a_last_call_that_a_rank_misses_is_an_error() -> None:
