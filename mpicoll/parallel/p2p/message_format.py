@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _MAX_SHARED_BYTES = 1 << 14
 """Bytes up to which the tensors of one value share a message: copying them is cheaper than a message each."""
 
+_MAX_MESSAGES = 8
+"""Number of tensors on the CPU up to which none share a message: the extension passes messages of single tensors only,
+each of which costs some microseconds, while a message from Python costs about a hundred."""
+
 _ALIGNMENT = 64
 """Alignment in bytes of the tensors of a shared message."""
 
@@ -291,7 +295,8 @@ class MessagePart(NamedTuple):
 
 
 class MessageLayout:
-    """The messages of the tensors of a spec: large tensors alone, small ones together. At least one message.
+    """The messages of the tensors of a spec: large tensors alone, small ones together unless they are few and on the
+    CPU. At least one message.
 
     ``messages`` holds for each its size in bytes and its parts; a message of a single part is the memory of that
     tensor. All messages are in host memory: tensors on a device are copied, all of a value at once, unless their
@@ -304,13 +309,15 @@ class MessageLayout:
         self.spec = spec
         self.leaves: list[TensorSpec] = list(_iterate_leaves(spec))
         small = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes <= _MAX_SHARED_BYTES]
+        if len(small) <= _MAX_MESSAGES and all(self.leaves[index].device == "cpu" for index in small):
+            small = []
         together: list[MessagePart] = []
         end = 0
         for index in small:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + self.leaves[index].nbytes
             together.append(MessagePart(index, start, end))
-        alone = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes > _MAX_SHARED_BYTES]
+        alone = sorted({*range(len(self.leaves))}.difference(small))
         self.messages: list[tuple[int, tuple[MessagePart, ...]]] = []
         self.messages += [
             (self.leaves[index].nbytes, (MessagePart(index, 0, self.leaves[index].nbytes),)) for index in alone

@@ -101,12 +101,14 @@ def test_messages_carry_the_bytes(seed: int) -> None:
     assert seen == {index: as_bytes(one).tobytes() for index, one in enumerate(found)}
 
 
-def test_small_tensors_share_a_message_and_large_ones_go_alone() -> None:
+def test_many_small_tensors_share_a_message_and_large_ones_go_alone() -> None:
     small, large = torch.ones(3), torch.ones(10_000)
     assert len(MessageLayout(structure(small)).messages) == 1
     assert len(MessageLayout(structure(large)).messages) == 1
-    assert len(MessageLayout(structure([small, small, small])).messages) == 1
-    assert len(MessageLayout(structure([small, large, small, large])).messages) == 3
+    assert len(MessageLayout(structure([small] * 9)).messages) == 1
+    assert len(MessageLayout(structure([large, *[small] * 9, large])).messages) == 3
+    few = MessageLayout(structure([small, large, small])).messages
+    assert [(nbytes, parts[0].index) for nbytes, parts in few] == [(12, 0), (40_000, 1), (12, 2)]
     assert MessageLayout(structure(None)).messages == [(0, ())]
     assert MessageLayout(structure([torch.ones(0), 3])).messages[0][0] == 0
 

@@ -133,9 +133,11 @@ def test_a_header_goes_only_before_a_change(several: Ranks) -> None:
                 (torch.ones(2, 2), 2),
                 ((torch.ones(2, 2),), 2),
                 ((torch.ones(2, 2),), 1),
+                ([torch.ones(2), torch.ones(9_000), torch.ones(3), {"step": 1}], 4),
                 ([torch.ones(2), torch.ones(9_000), torch.ones(3), {"step": 1}], 3),
-                ([torch.ones(2), torch.ones(9_000), torch.ones(3), {"step": 1}], 2),
-                ([torch.ones(2), torch.ones(9_000), torch.ones(3), {"step": 2}], 3),
+                ([torch.ones(2), torch.ones(9_000), torch.ones(3), {"step": 2}], 4),
+                ([*torch.ones(9, 2), torch.ones(9_000)], 3),  # of the data, small tensors are one message
+                ([*torch.ones(9, 2), torch.ones(9_000)], 2),
                 (None, 2),
                 (None, 1),
             ]

@@ -107,8 +107,8 @@ LARGE = 9_000
 
 @pytest.mark.mpi
 @pytest.mark.extension
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_extension_passes_structured_values(count: int) -> None:
+@pytest.mark.parametrize(("count", "size"), [(1, LARGE), (3, LARGE), (8, 2)])
+def test_the_extension_passes_structured_values(count: int, size: int) -> None:
     comm = mpicoll.world()
     if comm.size < 2:
         pytest.skip("needs two ranks")
@@ -116,7 +116,7 @@ def test_the_extension_passes_structured_values(count: int) -> None:
         if p2p.stage < 2:
             other, passed, sent = 1 - p2p.stage, [], []
             for turn in range(100):
-                value = (0, "train", [torch.full((LARGE + part,), float(turn)) for part in range(count)])
+                value = (0, "train", [torch.full((size + part,), float(turn)) for part in range(count)])
                 if p2p.stage == 0:
                     started = p2p._repeated.start("isend", 0, other, value)
                     sent.append(started is not None)
@@ -155,9 +155,10 @@ def test_structured_values(several: Ranks) -> None:
                     (torch.full((3,), 1.0), torch.full((4,), float(turn)), large),
                     {"a": large, "b": turn},
                     (torch.empty(0), large),
+                    (*torch.full((9, 2), float(turn)), large),
                 ][kind]
 
-            for kind in range(11):
+            for kind in range(12):
                 for turn in range(2 * TURNS):
                     other, value = 1 - p2p.stage, make(turn)
                     if turn % 4 == 3 and p2p.stage == kind % 2:
