@@ -13,10 +13,11 @@ from mpicoll.engine.core.request import Request
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
-_NOTHING = np.empty(0, np.uint8)
+NOTHING = np.empty(0, np.uint8)
+"""The input of a barrier."""
 
 
-@repeats("barrier", "algorithm", given=_NOTHING)
+@repeats("barrier", "algorithm", given=NOTHING)
 def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: float | None = None) -> None:
     """Wait until all ranks have entered the barrier.
 
@@ -33,10 +34,10 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
         >>> mpicoll.barrier()
     """
     communicator = resolve(comm)
-    call(communicator, ("barrier", algorithm), _NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
+    call(communicator, ("barrier", algorithm), NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
 
 
-@begins("barrier", "algorithm", given=_NOTHING)
+@begins("barrier", "algorithm", given=NOTHING)
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request[None]:
     """Start :func:`barrier` in the background, with the same arguments.
 
@@ -47,7 +48,7 @@ def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request[
         >>> mpicoll.ibarrier().wait()
     """
     communicator = resolve(comm)
-    return start(communicator, ("barrier", algorithm), _NOTHING, None, lambda x, out: prepare(communicator, algorithm))
+    return start(communicator, ("barrier", algorithm), NOTHING, None, lambda x, out: prepare(communicator, algorithm))
 
 
 def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan[None]:

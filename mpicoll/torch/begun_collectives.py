@@ -43,7 +43,7 @@ class BegunCollectives:
         outputs: list[torch.Tensor],
         opts: Any,
         tensor: torch.Tensor,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         name: str,
         op: str | None = None,
         root: int | None = None,
@@ -54,7 +54,7 @@ class BegunCollectives:
         Args:
             outputs: what the Work returns.
             opts: c10d's options.
-            tensor, output: the arrays.
+            tensor, output: the arrays; no output where this rank receives nothing.
             name: the function; `op` and `root` are its arguments, by the names of the native collective.
         """
         # With the key that the first call of the kind was cached by.

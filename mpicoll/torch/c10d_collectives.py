@@ -38,8 +38,8 @@ from mpicoll.collectives import (
     scatter as scatters,
 )
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_counts_key
+from mpicoll.collectives.barrier import NOTHING
 from mpicoll.collectives.call import UNCACHED, make_task
-from mpicoll.engine import dispatch
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import Call
@@ -210,7 +210,7 @@ def broadcast(comm: CommunicatorCore, tensor: torch.Tensor, root: int) -> Task:
 
 
 def barrier(comm: CommunicatorCore) -> Task:
-    return dispatch.make_task(barriers.prepare(comm, None))
+    return _bind_task(comm, "barrier", NOTHING, None, lambda comm, **options: barriers.prepare(comm, None))
 
 
 @adds_rank_to_errors

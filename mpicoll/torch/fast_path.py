@@ -16,6 +16,7 @@ from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import p2p
 from mpicoll.collectives.arguments import make_query
+from mpicoll.collectives.barrier import NOTHING
 from mpicoll.collectives.call import MISSING
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator import Communicator, core_of
@@ -53,9 +54,6 @@ A reduction of more elements takes longer than its preparation, so caching would
 _TENSOR = torch.Tensor
 
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
-
-_NOTHING = np.empty(0, _BYTES)
-"""The input of a barrier."""
 
 _SUM = torch.distributed.ReduceOp.SUM
 _SUM_HASH = hash(_SUM)
@@ -231,7 +229,7 @@ class FastPath:
 
     def barrier(self) -> bool:
         """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
-        if self._repeat(MISSING, _NOTHING, None, "barrier") is not MISSING:
+        if self._repeat(MISSING, NOTHING, None, "barrier") is not MISSING:
             return True
         if get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -255,7 +253,7 @@ class FastPath:
         self._run(function, call, source, target)
         carrier = None if self._queue.calls is None else function.find_compiled()
         if carrier is not None:
-            given = _NOTHING if tensor is None else tensor
+            given = NOTHING if tensor is None else tensor
             self._queue.add_call(name, given, output, None, carrier, call, in_place=output is tensor)
         return True
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from mpicoll.collectives import p2p
+from mpicoll.collectives.barrier import NOTHING
 from mpicoll.config import config
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -187,6 +188,11 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.reduce(tensor, op, root):
             return self.blocking_result
+        if opts.asyncOp:
+            output = tensor if root == self.comm.rank else None
+            work = self._begin(tensors, opts, tensor, output, "reduce", get_op_name(op), root)
+            if work is not None:
+                return work
         return self._run_or_start("reduce", opts, lambda comm: c10d_collectives.reduce(comm, tensor, op, root), tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
@@ -322,6 +328,10 @@ class GroupOperations:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.barrier():
             return self.blocking_result
+        if opts.asyncOp:
+            begun = self._begin([], opts, NOTHING, None, "barrier")
+            if begun is not None:
+                return begun
         return self._run_or_start("barrier", opts, c10d_collectives.barrier, [])
 
     def run_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -85,6 +85,11 @@ def test_each_collective_of_a_repeated_kind(rank: int, size: int, count: int) ->
             one,
             lambda turn: [total(size, turn) / size] * size,
         ),
+        "reduce": (
+            lambda: dist.reduce(one, 1, async_op=True),
+            one,
+            lambda turn: [total(size, turn) if rank == 1 else rank + 1.0 + turn] * size,
+        ),
         "broadcast": (lambda: dist.broadcast(one, 1, async_op=True), one, lambda turn: [2.0 + turn] * size),
         "all_gather": (
             lambda: gather(all_parts, one, async_op=True),
@@ -114,6 +119,17 @@ def test_each_collective_of_a_repeated_kind(rank: int, size: int, count: int) ->
             found = result.view(size, -1) if result.numel() > count else result.expand(size, -1)
             assert (found == torch.tensor(expected(turn)).view(-1, 1)).all(), name
         assert CollectiveWork in kinds, name
+
+
+@pytest.mark.extension
+def test_a_barrier_is_begun_at_once(size: int) -> None:
+    if size < 2:
+        pytest.skip("needs two ranks")
+    for _ in range(5):
+        work: Any = dist.barrier(async_op=True)
+        assert work.wait()
+        assert work.result() == []
+    assert type(work) is CollectiveWork
 
 
 @pytest.mark.extension
