@@ -229,7 +229,8 @@ static int read_rank(const WindowMemory *one, PyObject *argument)
     return -1;
 }
 
-/* Find the rank of a call. Returns false if Python has to carry it out. */
+/* Find the rank of a call. Returns false if Python has to carry it out. No other code may run from here to `enter`:
+ * torch lets other threads run while it is asked about a tensor, so the memory of arrays is found before. */
 static bool begin_access(WindowMemory *one, Operation operation, PyObject *rank, WindowAccess *access)
 {
     const Calls *calls = one->calls;
@@ -399,7 +400,7 @@ static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Number number;
     if (!check_count(nargs, 3))
         return NULL;
-    return PyBool_FromLong(begin_access(one, PUT, args[1], &access) && find_input(one, args[0], &x, &number) &&
+    return PyBool_FromLong(find_input(one, args[0], &x, &number) && begin_access(one, PUT, args[1], &access) &&
                            place_access(one, &access, args[2], count_elements(&x), x.data) &&
                            move(one, &access, access.there, x.data));
 }
@@ -437,7 +438,7 @@ static PyObject *get(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *value = args[3] != Py_None ? Py_NewRef(args[3]) : make_of_shape(one, access.target, args[2]);
     if (value == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    if (find_output(one, value, &out) &&
+    if (find_output(one, value, &out) && begin_access(one, GET, args[0], &access) &&
         place_access(one, &access, args[1], count_elements(&out), out.data) &&
         move(one, &access, out.data, access.there))
         return value;
@@ -462,8 +463,9 @@ static bool find_op(const WindowMemory *one, PyObject *name, ReduceKernel *kerne
 static bool find_accumulate(WindowMemory *one, Operation operation, PyObject *const *args, WindowAccess *access,
                             Memory *x, Number *number, ReduceKernel *kernel)
 {
-    return begin_access(one, operation, args[1], access) && find_op(one, args[2], kernel) &&
-           find_input(one, args[0], x, number) && place_access(one, access, args[3], count_elements(x), x->data);
+    return find_op(one, args[2], kernel) && find_input(one, args[0], x, number) &&
+           begin_access(one, operation, args[1], access) &&
+           place_access(one, access, args[3], count_elements(x), x->data);
 }
 
 static PyObject *accumulate_method(PyObject *self, PyObject *const *args, Py_ssize_t nargs)

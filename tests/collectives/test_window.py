@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
+import time
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -284,6 +286,39 @@ def test_threads_of_a_rank(several: Ranks) -> None:
             assert window.get(0)[0] == 100 * world.size
 
     several(body)
+
+
+def test_threads_of_a_rank_take_turns_with_tensors() -> None:
+    """torch lets other threads run while the extension looks at a tensor."""
+
+    def body() -> None:
+        with mpicoll.Window(3, like="torch") as window:
+            x, ended = torch.ones(3), threading.Event()
+
+            def put() -> None:
+                while not ended.is_set():
+                    window.put(x, 0)
+
+            thread = threading.Thread(target=put)
+            thread.start()
+            turns = []
+            for _ in range(500):
+                window._turn.acquire()
+                time.sleep(0)
+                turns.append(window._turn.locked())
+                if turns[-1]:
+                    window._turn.release()
+                time.sleep(0)
+            ended.set()
+            thread.join()
+            assert all(turns)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # no thread loses the interpreter lock, unless it releases that
+    try:
+        mpicoll.run_local(body, 1)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_call_within_a_call(some: Ranks) -> None:
