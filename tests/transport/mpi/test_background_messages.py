@@ -92,13 +92,23 @@ def test_messages_between_all_ranks(end: Any, queue: Any) -> None:
 
 def test_posted_memory_costs_no_time(end: Any, queue: Any) -> None:
     """As little as a single byte: only one piece of a message is looked at."""
-    posted = [queue.recv(end.rank, np.empty((1 << 31) - 1, np.uint8), number) for number in range(4)]
-    wait_until(lambda: read_thread_seconds() > 0)
-    begin, used = time.monotonic(), read_thread_seconds()
-    time.sleep(0.25)
-    assert read_thread_seconds() - used < 0.05 * (time.monotonic() - begin)
-    for one in posted:
-        assert one.cancel() is None
+
+    def measure(nbytes: int) -> float:
+        posted = [queue.recv(end.rank, np.empty(nbytes, np.uint8), number) for number in range(4)]
+        wait_until(lambda: len(list_threads()) == 1)  # it names itself once it runs
+        used = read_thread_seconds()
+        time.sleep(0.25)
+        used = read_thread_seconds() - used
+        for one in posted:
+            assert one.cancel() is None
+        return used
+
+    # A look takes several times as long where other processes have the cores: both are measured, and more than once.
+    for _ in range(5):
+        single, large = measure(1), measure((1 << 31) - 1)
+        if large < 3 * single:
+            return
+    pytest.fail(f"the thread used {large} s for 8 GiB of posted memory, and {single} s for 4 bytes")
 
 
 def test_sends_in_turn_arrive_in_order(end: Any, queue: Any) -> None:
