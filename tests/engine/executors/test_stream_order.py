@@ -3,6 +3,7 @@ alone, and what a failure has left is never taken for a result."""
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import threading
@@ -746,7 +747,7 @@ def own_device(cuda: ModuleType) -> Iterator[Any]:
 
 
 @pytest.fixture
-def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """A block in which this thread does not wait for a device; several threads may be in one."""
     streams, refusing = fake_cuda.fakecuda.streams, set[int]()
     may_wait = streams._host_may_wait
@@ -764,7 +765,11 @@ def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
             refusing.discard(threading.get_ident())
 
     monkeypatch.setattr(streams, "_host_may_wait", check)
-    return refuse
+    # What earlier tests have left waits for the device when it is collected, on whatever thread that happens.
+    gc.collect()
+    gc.disable()
+    yield refuse
+    gc.enable()
 
 
 @pytest.mark.usefixtures("devices")
