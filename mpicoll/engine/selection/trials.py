@@ -15,12 +15,12 @@ _MARGIN = 0.05
 _SLOW, _LONG_SLOW = 1.5, 1.2
 """Ratio to the best time from which an algorithm is not tried further, and that for long calls."""
 
-_HOPELESS, _LONG_HOPELESS = 3.0, 1.4
-"""Ratio to the best time from which an algorithm is tried only once, and that for long calls."""
+_HOPELESS, _SETUP = 3.0, 0.01
+"""Ratio to the best time, and time in seconds, from which an algorithm is tried only once. The first use of an
+algorithm may make connections, which takes less than that time, and single calls take twice as long at times."""
 
-_SETUP = 0.01
-"""Seconds that the first use of an algorithm may take longer, since it makes connections. Calls that take as long are
-long: their times differ less from call to call, and trials of them cost most."""
+_LONG = 0.01
+"""Seconds of a long call. The less of two times differs little from call to call there, and trials cost most."""
 
 _DRIFT = 1.5
 """Ratio to the time of the trials, up or down, from which all algorithms are tried again."""
@@ -117,10 +117,10 @@ class Trials:
             return
         best = min(self.best.values())
         if self._stage == _ALL:
-            limit = max((_HOPELESS if best < _SETUP else _LONG_HOPELESS) * best, best + _SETUP)
+            limit = max(_HOPELESS * best, _SETUP)
             self._begin_stage(_AGAIN, [name for name, one in self.best.items() if one <= limit] or self.names)
             return
-        limit = (_SLOW if best < _SETUP else _LONG_SLOW) * best
+        limit = (_SLOW if best < _LONG else _LONG_SLOW) * best
         fast = [name for name, one in self.best.items() if one <= limit]
         if self._stage == _AGAIN and len(fast) > 1:
             self._begin_stage(_LAST, [*fast, *fast])

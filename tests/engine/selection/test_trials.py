@@ -56,7 +56,7 @@ def test_the_untried_choice_stays_if_others_are_hardly_faster() -> None:
 
 def test_a_hopeless_algorithm_is_tried_once_unless_its_first_use_may_have_made_connections() -> None:
     slow = Trials(NAMES)
-    assert run(slow, 60, times(native=3e-3, ring=1.4e-2, chain=3e-3)).count("ring") == 1
+    assert run(slow, 60, times(native=0.1, ring=0.31, chain=0.09)).count("ring") == 1
     first = Trials(NAMES)
     run(
         first,
@@ -70,7 +70,7 @@ def test_a_hopeless_algorithm_is_tried_once_unless_its_first_use_may_have_made_c
 
 def test_trials_of_long_calls_end_sooner() -> None:
     taken = run(Trials(NAMES), 60, times(native=0.1, ring=0.15, chain=0.125))
-    assert [taken.count(name) for name in ("ring", "chain")] == [1, 2]
+    assert [taken.count(name) for name in ("ring", "chain")] == [2, 2]
     short = run(Trials(NAMES), 60, times(native=1e-3, ring=1.5e-3, chain=1.25e-3))
     assert [short.count(name) for name in ("ring", "chain")] == [4, 4]
 
