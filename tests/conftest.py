@@ -127,11 +127,16 @@ def uncompared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def cuda() -> Iterator[ModuleType]:
     """cupy; the fake one where there is no device. Gone afterwards, so that other tests see a machine without CUDA."""
     from support import fake_cuda
 
-    # The ranks of tests share a device: their messages are as between devices.
-    monkeypatch.setattr("mpicoll.engine.executors.peer_messages.MIN_SHARED_BYTES", 0)
-    yield fake_cuda.install()
+    cupy = fake_cuda.install()
+    from mpicoll.engine.executors import peer_messages
+
+    # The ranks of tests share a device: their messages are as between devices. Not by `monkeypatch`, which tests that
+    # ask for it would then have before the fake, and undo after it.
+    least, peer_messages.MIN_SHARED_BYTES = peer_messages.MIN_SHARED_BYTES, 0
+    yield cupy
+    peer_messages.MIN_SHARED_BYTES = least
     fake_cuda.remove()
