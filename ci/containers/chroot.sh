@@ -9,6 +9,7 @@
 # PIP_FIND_LINKS is a folder, the builds see it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source ci/containers/shows.sh
 
 base=localhost/bookworm
 export ENGINE=buildah BUILDAH_ISOLATION=chroot
@@ -23,15 +24,6 @@ run() {
         "$container" "$@" || status=$?
     buildah rm "$container" >/dev/null
     return $status
-}
-
-# shows PATTERN COMMAND...: the output of the command has a line that matches.
-shows() {
-    local pattern=$1 output
-    shift
-    output=$("$@" 2>&1) || { printf '%s\n' "$output"; return 1; }
-    printf '%s\n' "$output"
-    grep -qE "$pattern" <<<"$output" || { echo "no line matches $pattern"; return 1; }
 }
 
 make_base() {
@@ -89,7 +81,11 @@ by_ssh() {
 self=ci/containers/chroot.sh
 # A stage runs a function of this script in a process of its own.
 case ${1:-} in
-    run | shows | make_base | build | by_agent | by_ssh) results=${results:-} && "$@" && exit ;;
+    run | shows | make_base | build | by_agent | by_ssh)
+        results=${results:-}
+        "$@"
+        exit
+        ;;
 esac
 source ci/stages.sh
 export results

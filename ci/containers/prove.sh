@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source ci/stages.sh
+source ci/containers/shows.sh
 
 for engine in ${ENGINE:-docker podman}; do
     if command -v "$engine" >/dev/null; then break; fi
@@ -31,14 +32,6 @@ run() {
     "$engine" run --rm ${options[@]+"${options[@]}"} --volume "$PWD/ci:/ci:ro" "mpicoll:$image" "$@"
 }
 
-# shows PATTERN COMMAND...: the output of the command has a line that matches.
-shows() {
-    local pattern=$1 output
-    shift
-    output=$("$@" 2>&1) || { printf '%s\n' "$output"; return 1; }
-    printf '%s\n' "$output"
-    grep -qE "$pattern" <<<"$output" || { echo "no line matches $pattern"; return 1; }
-}
 export -f run shows
 export engine
 
