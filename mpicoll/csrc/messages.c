@@ -153,17 +153,20 @@ static void raise_failure(const MessageCall *one, int record, const Exchange *ru
     Py_XDECREF(entry);
 }
 
-/* Have Python store what a message of another size than the target stands for. Returns -1 with an exception if that
- * fails. */
-static int accept_message(const MessageCall *one, Exchange *running)
+long long accept_message(const MessageCall *one, PyObject *into, long long nbytes)
+{
+    PyObject *found = PyObject_CallFunction(one->accept, "OL", into, nbytes);
+    const long long whole = found == NULL ? -1 : PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    return whole;
+}
+
+/* The same for a message that has been received into the target. Returns -1 with an exception if that fails. */
+static int accept_received(const MessageCall *one, Exchange *running)
 {
     PyObject *target = PyMemoryView_FromMemory(running->target, (Py_ssize_t)running->target_bytes, PyBUF_WRITE);
-    PyObject *found =
-        target == NULL ? NULL : PyObject_CallFunction(one->accept, "OL", target, (long long)running->nbytes);
+    running->nbytes = target == NULL ? -1 : accept_message(one, target, running->nbytes);
     Py_XDECREF(target);
-    if (found != NULL)
-        running->nbytes = PyLong_AsLongLong(found);
-    Py_XDECREF(found);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -213,7 +216,7 @@ int carry_out_messages(const MessageCall *one, PyObject *group, PyObject *call, 
     if (running.sending) /* MPI may still read it */
         Py_INCREF(x);
     if (status == 0 && arrived && running.nbytes < (int64_t)running.target_bytes && one->accept != NULL)
-        status = accept_message(one, &running);
+        status = accept_received(one, &running);
     if (status == 0 && (running.error != 0 || running.lacks_memory ||
                         (arrived && running.nbytes != (int64_t)running.target_bytes))) {
         raise_failure(one, record, &running);

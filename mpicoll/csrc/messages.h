@@ -47,6 +47,10 @@ void show_wait(const MessageCall *one, int record, ShownWait *shown);
 
 void hide_wait(const MessageCall *one, ShownWait *shown);
 
+/* Have Python store what a message of `nbytes`, another size than that of `into`, stands for. Returns the bytes of
+ * that, or -1 with an exception. */
+long long accept_message(const MessageCall *one, PyObject *into, long long nbytes);
+
 /* Count a message by next(counter). Returns -1 with an exception. */
 int advance_counter(PyObject *counter);
 

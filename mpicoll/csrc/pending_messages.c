@@ -206,13 +206,10 @@ static void unlist_message(PendingMessage *one)
 enum { TESTS = 4 * POLLS };
 
 /* Have Python store what a message of another size stands for. */
-static void accept_message(PendingMessage *one)
+static void accept_pending(PendingMessage *one)
 {
     one->busy = true; /* other threads see no outcome meanwhile */
-    PyObject *found = PyObject_CallFunction(one->carrier->accept, "OL", one->array, one->nbytes);
-    if (found != NULL)
-        one->nbytes = PyLong_AsLongLong(found);
-    Py_XDECREF(found);
+    one->nbytes = accept_message(one->carrier, one->array, one->nbytes);
     if (PyErr_Occurred()) {
         PyObject *type, *traceback;
         PyErr_Fetch(&type, &one->error, &traceback);
@@ -235,7 +232,7 @@ static void settle(PendingMessage *one)
         const int error = mpi.get_elements(&one->status, mpi.byte, &nbytes);
         one->nbytes = error == 0 ? nbytes : -1;
         if (state == DONE && one->nbytes != one->size && one->carrier->accept != NULL)
-            accept_message(one);
+            accept_pending(one);
         if (one->nbytes != one->size || one->error != NULL)
             state = FAILED;
     }

@@ -433,9 +433,10 @@ static PyObject *get(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Memory out;
     if (!check_count(nargs, 4))
         return NULL;
-    if (!begin_access(one, GET, args[0], &access) || (args[3] != Py_None && args[2] != Py_None))
+    const bool makes = args[3] == Py_None; /* an array, whose shape is that of the memory there unless one is given */
+    if (makes ? !begin_access(one, GET, args[0], &access) : args[2] != Py_None)
         Py_RETURN_NONE;
-    PyObject *value = args[3] != Py_None ? Py_NewRef(args[3]) : make_of_shape(one, access.target, args[2]);
+    PyObject *value = makes ? make_of_shape(one, access.target, args[2]) : Py_NewRef(args[3]);
     if (value == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     if (find_output(one, value, &out) && begin_access(one, GET, args[0], &access) &&
