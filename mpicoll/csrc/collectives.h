@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "copies.h"
 #include "kernels.h"
 #include "path_trials.h"
 #include "records.h"
@@ -88,13 +89,6 @@ static inline size_t min_size(size_t one, size_t other) { return one < other ? o
 static inline const void **get_parts(const Collective *one, int share)
 {
     return one->parts + (size_t)share * (size_t)one->steps->size;
-}
-
-/* Copy between arrays that don't overlap. */
-static inline void copy(char *to, const char *from, size_t nbytes)
-{
-    if (nbytes > 0)
-        memcpy(to, from, nbytes);
 }
 
 /* The same, in several threads if that is faster. */

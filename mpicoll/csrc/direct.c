@@ -25,7 +25,9 @@
 enum {
     SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
     STREAM_WIDTH = 8 * 1024, /* of pieces that are copied from the nearest cache to several outputs */
-    WRITE_BYTES = 1 << 20 /* to private memory of another rank, which may have to wait until they are written */
+    WRITE_BYTES = 1 << 20, /* to private memory of another rank, which may have to wait until they are written */
+    PIECE_BYTES = 256 * 1024, /* of a block that is copied twice or more, and stays in a private cache meanwhile */
+    SHIFT = 64 /* bytes: to a place whose lines lie like those of the first one */
 };
 
 /* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, whether
@@ -305,12 +307,34 @@ static void run_in_segments(const Collective *one, const char *source, char *tar
 
 /* --- in private memory */
 
+/* Read where the kernel would be slow at copying: to the next line of the array, from where it is moved. Returns the
+ * error number. */
+static int read_shifted(int process, int64_t from, char *to, size_t nbytes)
+{
+    char last[SHIFT]; /* for which there is no room in the array */
+    for (size_t part; nbytes > 0; from += (int64_t)part, to += part, nbytes -= part) {
+        const bool is_last = nbytes < PIECE_BYTES + SHIFT;
+        part = is_last ? nbytes : PIECE_BYTES;
+        const size_t shifted = is_last ? part - SHIFT : part;
+        struct iovec here[2] = {{to + SHIFT, shifted}, {last, SHIFT}}, there = {(void *)(uintptr_t)from, part};
+        const ssize_t done = process_vm_readv(process, here, is_last ? 2 : 1, &there, 1, 0);
+        if (done != (ssize_t)part)
+            return done < 0 ? errno : EFAULT;
+        memmove(to, to + SHIFT, shifted);
+        if (is_last)
+            memcpy(to + shifted, last, SHIFT);
+    }
+    return 0;
+}
+
 int read_memory(int process, int64_t from, char *to, size_t nbytes)
 {
     if (process == 0) {
         copy(to, (const char *)(uintptr_t)from, nbytes);
         return 0;
     }
+    if (nbytes >= STRING_BYTES && collide((uintptr_t)to, (uintptr_t)from))
+        return read_shifted(process, from, to, nbytes);
     while (nbytes > 0) {
         struct iovec here = {to, nbytes}, there = {(void *)(uintptr_t)from, nbytes};
         ssize_t done = process_vm_readv(process, &here, 1, &there, 1, 0);
@@ -327,21 +351,34 @@ int read_memory(int process, int64_t from, char *to, size_t nbytes)
 static int write_memory(const Steps *steps, int rank, const char *from, int64_t to, size_t nbytes)
 {
     const int process = steps->processes[rank];
-    while (nbytes > 0 && begin_write(steps, rank)) {
-        const size_t part = min_size(nbytes, WRITE_BYTES);
-        struct iovec here = {(void *)(uintptr_t)from, part}, there = {(void *)(uintptr_t)to, part};
+    char *pieces = NULL; /* that the kernel is fast at copying */
+    if (process != 0 && nbytes >= STRING_BYTES && collide((uintptr_t)to, (uintptr_t)from))
+        pieces = malloc(PIECE_BYTES + PAGE_BYTES);
+    const size_t width = pieces == NULL ? WRITE_BYTES : PIECE_BYTES;
+    int failure = 0;
+    while (failure == 0 && nbytes > 0) {
+        const size_t part = min_size(nbytes, width);
+        const char *piece = from;
+        if (pieces != NULL) {
+            char *const copied = pieces + ((size_t)((uintptr_t)to - (uintptr_t)pieces) & (PAGE_BYTES - 1));
+            copy(copied, from, part);
+            piece = copied;
+        }
+        if (!begin_write(steps, rank))
+            break;
+        struct iovec here = {(void *)(uintptr_t)piece, part}, there = {(void *)(uintptr_t)to, part};
         ssize_t done = (ssize_t)part;
         if (process == 0)
-            memcpy((char *)(uintptr_t)to, from, part);
+            copy((char *)(uintptr_t)to, from, part);
         else
             done = process_vm_writev(process, &here, 1, &there, 1, 0);
-        const int number = errno;
+        failure = done > 0 ? 0 : done < 0 ? errno : EFAULT;
         end_write(steps);
-        if (done <= 0)
-            return done < 0 ? number : EFAULT;
-        from += done, to += done, nbytes -= (size_t)done;
+        if (failure == 0)
+            from += done, to += done, nbytes -= (size_t)done;
     }
-    return 0;
+    free(pieces);
+    return failure;
 }
 
 /* Raise CommunicationError. Returns -1. */
@@ -504,8 +541,7 @@ static int write_array(const Collective *one, int peer, const char *from, size_t
 }
 
 enum {
-    WRITTEN_AT = 8 * 1024,   /* bytes of a block that its owner writes: the call takes as long as to read so many */
-    PIECE_BYTES = 256 * 1024 /* of a block that is written to several outputs, and stays in a private cache */
+    WRITTEN_AT = 8 * 1024 /* bytes of a block that its owner writes: the call takes as long as to read so many */
 };
 
 /* What this rank's input contributes to its own output by a copy, and the identity: done last, while others still

@@ -9,6 +9,8 @@
 
 #include <string.h>
 
+#include "copies.h"
+
 enum { UNLOCKED_BYTES = 64 << 10 /* from here on, a copy takes longer than to release the interpreter lock */ };
 
 /* --- the memory of an array */
@@ -76,11 +78,11 @@ void copy_locally(const NativeCall *one, const Operands *operands)
     if (!one->copies || operands->target_bytes == 0 || operands->source == operands->target)
         return;
     if (operands->target_bytes < UNLOCKED_BYTES) {
-        memcpy(operands->target, operands->source, operands->target_bytes);
+        copy(operands->target, operands->source, operands->target_bytes);
         return;
     }
     Py_BEGIN_ALLOW_THREADS
-    memcpy(operands->target, operands->source, operands->target_bytes);
+    copy(operands->target, operands->source, operands->target_bytes);
     Py_END_ALLOW_THREADS
 }
 
@@ -98,7 +100,7 @@ int call_mpi(const NativeCall *one, const Operands *operands)
     if (one->fill != NULL)
         fill(operands->target, operands->target_bytes, one->fill);
     if (one->copies && operands->source != operands->target)
-        memcpy(operands->target, operands->source, operands->target_bytes);
+        copy(operands->target, operands->source, operands->target_bytes);
     return 0;
 }
 

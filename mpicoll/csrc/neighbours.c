@@ -96,7 +96,7 @@ enum { LISTED = (RING_SLOT_BYTES - sizeof(Head)) / sizeof(Entry) };
 static inline void copy_runs(char *to, size_t to_stride, const char *from, size_t from_stride, size_t run, size_t count)
 {
     for (size_t i = 0; i < count; i++, to += to_stride, from += from_stride)
-        memcpy(to, from, run);
+        copy(to, from, run);
 }
 
 /* The same; runs of single elements, of which a column of an array consists, are copied without a call. */

@@ -18,6 +18,7 @@
 #include <limits.h>
 #include <string.h>
 
+#include "copies.h"
 #include "workers.h"
 
 typedef struct {
@@ -41,12 +42,6 @@ static size_t write_in_threads(const Steps *steps, const Write *whole, size_t nb
         return 1;
     }
     return (size_t)run_shares(steps->threads, write_share, whole, nbytes);
-}
-
-static void store(char *to, const char *from, size_t nbytes)
-{
-    if (nbytes > 0)
-        memcpy(to, from, nbytes);
 }
 
 #if defined(__x86_64__)
@@ -110,22 +105,22 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
     size_t tried = 0;
     if (nbytes < STREAM_AT) {
-        store(to, from, nbytes);
+        copy(to, from, nbytes);
         return;
     }
     if (steps->streamed_writes > 0) {
         steps->streamed_writes--;
     } else if (steps->stored_writes > 0) {
         steps->stored_writes--;
-        write_in_threads(steps, &(Write){store, to, from}, nbytes);
+        write_in_threads(steps, &(Write){copy, to, from}, nbytes);
         return;
     } else {
         /* While ordinary stores are known to be slow, only as much as it takes to see whether they still are. */
         tried = steps->slow_writes < SLOW_WRITES ? nbytes : STREAM_AT;
-        const unsigned ticks = time_write(steps, &(Write){store, to, from}, tried);
+        const unsigned ticks = time_write(steps, &(Write){copy, to, from}, tried);
         if (ticks < SLOW_TICKS) {
             steps->slow_writes = 0;
-            write_in_threads(steps, &(Write){store, to + tried, from + tried}, nbytes - tried);
+            write_in_threads(steps, &(Write){copy, to + tried, from + tried}, nbytes - tried);
             return;
         }
         /* The fastest of the slow ones: others may have been interrupted. */
@@ -140,19 +135,19 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
         write_streaming(steps, to + tried, from + tried, nbytes - tried);
 }
 #else
-void stream(char *to, const char *from, size_t nbytes) { store(to, from, nbytes); }
+void stream(char *to, const char *from, size_t nbytes) { copy(to, from, nbytes); }
 
 void stream_and_fetch(char *to, const char *from, size_t nbytes, const char *next)
 {
     (void)next;
-    store(to, from, nbytes);
+    copy(to, from, nbytes);
 }
 
 void end_streams(void) {}
 
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
-    write_in_threads(steps, &(Write){store, to, from}, nbytes);
+    write_in_threads(steps, &(Write){copy, to, from}, nbytes);
 }
 #endif
 

@@ -27,6 +27,7 @@
 #include "arrays.h"
 #include "calls.h"
 #include "clock.h"
+#include "copies.h"
 #include "kernels.h"
 #include "queue_lock.h"
 #include "records.h"
@@ -343,11 +344,10 @@ static bool move(WindowMemory *one, const WindowAccess *access, char *to, const 
     if (record < 0)
         return false;
     if (access->nbytes < UNLOCKED_BYTES) {
-        if (access->nbytes > 0)
-            memcpy(to, from, access->nbytes);
+        copy(to, from, access->nbytes);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        memcpy(to, from, access->nbytes);
+        copy(to, from, access->nbytes);
         Py_END_ALLOW_THREADS
     }
     leave(one, access, record, access->is_held ? 0 : ONE_SHARED, &old);
@@ -357,9 +357,9 @@ static bool move(WindowMemory *one, const WindowAccess *access, char *to, const 
 static void combine(const WindowAccess *access, const char *from, char *before, ReduceKernel kernel)
 {
     if (before != NULL)
-        memcpy(before, access->there, access->nbytes);
+        copy(before, access->there, access->nbytes);
     if (kernel == NULL)
-        memcpy(access->there, from, access->nbytes);
+        copy(access->there, from, access->nbytes);
     else
         kernel(access->there, (const void *const[]){access->there, from}, 2, access->count);
 }

@@ -58,6 +58,46 @@ def test_large_blocks(several: Ranks, collective: str) -> None:
     several(body)
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "bcast", "gather", "scatter", "allgather", "alltoall"])
+def test_addresses_that_collide(several: Ranks, collective: str) -> None:
+    """The destination is up to a line more than a multiple of a page behind the source, on each rank another.
+
+    Some processors are slow at string instructions then, which copy nothing."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        size, rank = world.size, world.rank
+        rngs = [np.random.default_rng(one) for one in range(size)]
+        # Once of just the bytes that are read with one detour.
+        for nbytes, behind in ((5_001, 1), (70_001, 16), (256 * 1024 + 64, 31), (600_007, 63), (600_007, 0)):
+            inputs = [rng.integers(0, 50, (size, nbytes)).astype(np.uint8) for rng in rngs]
+            want = {
+                "allreduce": sum(one[0] for one in inputs),
+                "bcast": inputs[0][0],
+                "gather": np.concatenate([one[0] for one in inputs]) if rank == 0 else None,
+                "scatter": inputs[0][rank : rank + 1],
+                "allgather": np.concatenate([one[0] for one in inputs]),
+                "alltoall": np.stack([one[rank] for one in inputs]),
+            }[collective]
+            x = _place(inputs[rank] if collective in ("scatter", "alltoall") else inputs[rank][0], 1024)
+            for algorithm in ("shm_pipelined/4k", "cma"):
+                y = None if want is None else _place(np.zeros_like(want), 1024 + behind + rank)
+                given = None if rank > 0 and collective in ("bcast", "scatter") else x
+                getattr(mpicoll, collective)(given, out=y, algorithm=algorithm)
+                assert y is None or np.array_equal(y, want)
+
+    several(body)
+
+
+def _place(x: np.ndarray[Any, Any], offset: int) -> np.ndarray[Any, Any]:
+    """Return a copy that begins so many bytes behind a multiple of a page."""
+    memory = np.empty(x.nbytes + 2 * 4096, np.uint8)
+    begin = -memory.ctypes.data % 4096 + offset
+    placed = memory[begin : begin + x.nbytes].reshape(x.shape)
+    placed[...] = x
+    return placed
+
+
 def test_a_block_that_is_in_its_place() -> None:
     def body() -> None:
         from mpicoll._shm import Collective
