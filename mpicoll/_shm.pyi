@@ -1,5 +1,6 @@
 # Collectives of the ranks of one node, in C.
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -304,6 +305,28 @@ def set_mpi(
     byte: int,
     /,
 ) -> bool: ...
+
+class StreamedProgram:
+    at: int
+    failure: tuple[int, int, int, int] | None
+    def __init__(
+        self,
+        comm: int,
+        regions: tuple[int, ...],
+        numbers: array[int],
+        op: str,
+        dtype: str,
+        itemsize: int,
+        first_sends: int,
+        most_bytes: int,
+        nap_share: float,
+        /,
+    ) -> None: ...
+    def start(self, tag: int, /) -> None: ...
+    def advance(self) -> bool: ...
+    def run(self, seconds: float, beside: tuple[StreamedProgram, ...], /) -> bool: ...
+    def abandon(self) -> None: ...
+
 def list_pending_messages() -> list[tuple[int, str, int, int]]: ...
 def test_pending_messages() -> None: ...
 def await_unattended_message() -> bool: ...

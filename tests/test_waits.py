@@ -36,6 +36,7 @@ WAITS = {
         "engine/executors/compressed.py::_Exchange._wait",
         "engine/executors/hierarchical.py::HierarchicalPhases._await_first",
         "engine/executors/schedule.py::ScheduledOperation.finish",
+        "engine/executors/schedule.py::ScheduledOperation.wait",
         "engine/executors/staging.py::StagedExchanger.exchange",
         "engine/executors/streamed.py::StreamedSchedule.wait",
         "transport/local/posted_round.py::LocalRound.wait",

@@ -12,7 +12,7 @@ bool has_slow_strings(void)
     static _Atomic int known = -1; /* every thread finds the same */
     int slow = atomic_load_explicit(&known, memory_order_relaxed);
     if (slow < 0) {
-        unsigned greatest, b, c, d;
+        unsigned greatest = 0, b = 0, c = 0, d = 0;
         slow = __get_cpuid(0, &greatest, &b, &c, &d) && b == signature_AMD_ebx && d == signature_AMD_edx;
         atomic_store_explicit(&known, slow, memory_order_relaxed);
     }

@@ -22,6 +22,7 @@
 #include "records.h"
 #include "sigterm.h"
 #include "steps.h"
+#include "streamed_program.h"
 #include "window.h"
 
 static PyMethodDef functions[] = {
@@ -75,7 +76,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 14 };
+enum { INTERFACE = 15 };
 
 static int fill_module(PyObject *module)
 {
@@ -85,7 +86,7 @@ static int fill_module(PyObject *module)
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
         &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec,
-        &background_message_spec, &background_messages_spec, &held_lock_spec};
+        &background_message_spec, &background_messages_spec, &streamed_program_spec, &held_lock_spec};
     PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;

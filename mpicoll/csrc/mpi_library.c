@@ -56,6 +56,7 @@ PyObject *set_mpi(PyObject *module, PyObject *args)
                           find(loaded, "MPI_Imrecv", &found.imrecv) && find(loaded, "MPI_Test", &found.test) &&
                           find(loaded, "MPI_Testsome", &found.testsome) && find(loaded, "MPI_Wait", &found.wait) &&
                           find(loaded, "MPI_Cancel", &found.cancel) &&
+                          find(loaded, "MPI_Request_free", &found.request_free) &&
                           find(loaded, "MPI_Test_cancelled", &found.test_cancelled) &&
                           find(loaded, "MPI_Get_elements_x", &found.get_elements);
     if (!complete)

@@ -37,6 +37,7 @@ typedef struct {
     int (*testsome)(int count, void *requests, int *completed, int *indices, void *statuses);
     int (*wait)(Handle *request, Status *status);
     int (*cancel)(Handle *request);
+    int (*request_free)(Handle *request);
     int (*test_cancelled)(const Status *status, int *flag);
     int (*get_elements)(const Status *status, HandleValue datatype, int64_t *count);
     HandleValue byte; /* MPI_BYTE */

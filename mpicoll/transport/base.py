@@ -12,6 +12,8 @@ from mpicoll.errors import TruncationError
 from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
+    from array import array
+
     from mpicoll._shm import LineEnd, MessageCall, PendingMessage
     from mpicoll.transport.files import FileHandle
     from mpicoll.transport.windows import RemoteMemory
@@ -137,6 +139,44 @@ class BackgroundQueue(Protocol):
 
     def stop(self) -> None:
         """End the thread. Messages that have not completed do not complete any more."""
+
+
+class ProgramPlan(NamedTuple):
+    """A schedule for the extension: the arguments of :class:`mpicoll._shm.StreamedProgram` that name no memory."""
+
+    numbers: array[int]
+    op: str
+    dtype: str
+    itemsize: int
+    first_sends: int
+    most_bytes: int
+    nap_share: float
+
+
+class Program(Protocol):
+    """A schedule that the extension carries out, without the interpreter lock."""
+
+    @property
+    def at(self) -> int:
+        """Number of the steps that have ended."""
+
+    @property
+    def usable(self) -> bool:
+        """False after a failure: it can't be run again."""
+
+    def start(self, tag: int) -> None:
+        """Post the first messages."""
+
+    def advance(self) -> bool:
+        """Post and complete what can be without waiting. Return True if all steps have ended. Raises the error of a
+        message; then all are abandoned."""
+
+    def run(self, seconds: float, beside: Sequence[Any]) -> bool:
+        """Carry out the rest, for `seconds` at most, while the programs `beside` advance. Return and raise as
+        :meth:`advance`."""
+
+    def discard(self) -> None:
+        """Abandon the messages that have not completed: no receive matches a later one, and their memory is kept."""
 
 
 class PostedRound(Protocol):
@@ -313,6 +353,10 @@ class Transport(Protocol):
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
         """Post all sends and receives of one round, which completes later."""
+
+    def make_program(self, plan: ProgramPlan, memory: Sequence[Memory]) -> Program | None:
+        """Return what carries out a schedule on `memory`, whose bytes the plan names, in the extension; None if only
+        Python can."""
 
     def send(self, data: Memory, dest: int, tag: int) -> None: ...
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope: ...

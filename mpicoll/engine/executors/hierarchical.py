@@ -32,7 +32,6 @@ from mpicoll.engine.selection.query import DeviceCapabilities, SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, is_decided
 from mpicoll.named_tuple import NamedTuple
 from mpicoll.schedules import Algorithm
-from mpicoll.transport.waiting import poll
 
 PIECE = 512 * 1024
 """Least bytes of a piece that a rank exchanges with each of the nodes."""
@@ -224,10 +223,9 @@ class HierarchicalPhases:
     def _await_first(self) -> None:
         """Complete the oldest operation between the nodes, while the others advance."""
         self.check()
-        operation = self._travelling[0]
-        with operation.published():
-            poll(self._advance, None, "phase between the nodes", nap=operation.find_nap())
-            operation.finish()
+        operation, *others = self._travelling
+        operation.wait(others)
+        operation.finish()
         del self._travelling[0]
 
 

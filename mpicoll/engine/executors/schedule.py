@@ -13,7 +13,12 @@ from mpicoll.engine.selection.selector import Choice
 from mpicoll.schedules import Algorithm
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from mpicoll.engine.executors.compiled_schedule import CompiledSchedule
     from mpicoll.engine.executors.streamed import StreamedSchedule
+
+    Program: TypeAlias = BoundSchedule | StreamedSchedule | CompiledSchedule
 
 
 class ScheduledOperation:
@@ -39,12 +44,12 @@ class ScheduledOperation:
         self._may_stream = exchanger is comm.transport and operation.query.elementwise
         self._streamed = streamed
         self._bound = self._bind() if fixed else None
-        self._running: BoundSchedule | StreamedSchedule | None = None
+        self.running: Program | None = None
         self._tag = 0
 
     def __call__(self) -> None:
         self.start()
-        program, executing = self._running, self._comm.queue.executing
+        program, executing = self.running, self._comm.queue.executing
         if not isinstance(program, BoundSchedule):
             self.finish()
             return
@@ -66,30 +71,34 @@ class ScheduledOperation:
         program = self._bound or self._bind()
         self._arrays.load()
         self._arrays.place()
-        self._running = program
+        self.running = program
         if isinstance(program, BoundSchedule):
             return
-        program.start(self._comm.transport, self._tag)
+        program.start(self._tag)
 
     def advance(self) -> bool:
         """Carry out what can be without waiting, if it is cut into pieces. Return True if only :meth:`finish` is
         left."""
-        return isinstance(self._running, BoundSchedule) or self._running is None or self._running.advance()
+        return isinstance(self.running, BoundSchedule) or self.running is None or self.running.advance()
 
-    def find_nap(self) -> float:
-        """Return the seconds between two calls of :meth:`advance` by which its end may be noticed late."""
-        return 0.0 if isinstance(self._running, BoundSchedule) or self._running is None else self._running.find_nap()
+    def wait(self, beside: Sequence[ScheduledOperation]) -> None:
+        """Carry out all but :meth:`finish`, if it is cut into pieces, while those `beside` advance."""
+        program = self.running
+        if isinstance(program, BoundSchedule) or program is None:
+            return
+        with self.published():
+            program.wait([one.running for one in beside])
 
     def finish(self) -> None:
         """Carry out the rest."""
-        program = self._running
+        program = self.running
         assert program is not None
         with self.published():
             if isinstance(program, BoundSchedule):
                 program.run(self._exchanger, self._tag)
             else:
                 program.wait()
-        self._running = None
+        self.running = None
         self._arrays.take()
         self._arrays.store()
 
@@ -97,7 +106,7 @@ class ScheduledOperation:
     def published(self) -> Iterator[None]:
         """Publish the position in the schedule."""
         executing = self._comm.queue.executing
-        outer, executing.executor = executing.executor, self._running
+        outer, executing.executor = executing.executor, self.running
         try:
             yield
         finally:
@@ -105,18 +114,21 @@ class ScheduledOperation:
 
     def discard(self) -> None:
         """Abandon the messages in flight, after a failure elsewhere."""
-        program, self._running = self._running, None
+        program, self.running = self.running, None
         if program is not None and not isinstance(program, BoundSchedule):
             program.discard()
 
-    def _bind(self) -> BoundSchedule | StreamedSchedule:
+    def _bind(self) -> Program:
         regions = self._arrays.regions(self._schedule)
         if self._streamed or (self._may_stream and _may_be_cut(regions)):
             # Not at module level: few jobs need it.
+            from mpicoll.engine.executors.compiled_schedule import compile_schedule
             from mpicoll.engine.executors.streamed import StreamedSchedule, has_large_messages
 
             if self._streamed or has_large_messages(self._schedule, regions):
-                return StreamedSchedule(self._schedule, regions, self._combine)
+                reduction, transport = self._arrays.reduction, self._comm.transport
+                compiled = compile_schedule(transport, self._schedule, regions, reduction)
+                return compiled or StreamedSchedule(self._schedule, regions, self._combine, transport)
         return bind(self._schedule, regions, self._combine)
 
 

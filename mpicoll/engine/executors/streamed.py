@@ -39,17 +39,17 @@ from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
 
-_FIRST_SENDS = 4
+FIRST_SENDS = 4
 """Sends to a rank that are posted at a time first: MPI libraries let all of them advance alike, so with more the first
 pieces would arrive late."""
 
-_MAX_SENDS = 8
+MAX_SENDS = 8
 """Pieces of the least size that may be posted to a rank at a time, later. MPI libraries announce each, and the link is
 idle if this thread, or that of the other rank, gets no core for the time that those take which are posted."""
 
-_NAP_SHARE = 1 / 32
+NAP_SHARE = 1 / 16
 """Seconds between two polls per second that a step takes: so a wait leaves the core to those that compute, or that move
-the messages. At 1 Gbit/s that is 60 us."""
+the messages. At 1 Gbit/s that is 130 us."""
 
 
 class Poster(Protocol):
@@ -88,17 +88,18 @@ class _Outgoing:
     def has_room(self) -> bool:
         """Return True if the next send may be posted."""
         count = len(self.posted)
-        if count < _FIRST_SENDS:
+        if count < FIRST_SENDS:
             return True
         nbytes = self.waiting[0][1][1].size
-        return count < _FIRST_SENDS + self.completed and (count + 1) * nbytes <= _MAX_SENDS * bound_schedule.PIECE
+        return count < FIRST_SENDS + self.completed and (count + 1) * nbytes <= MAX_SENDS * bound_schedule.PIECE
 
 
 class StreamedSchedule:
     """Schedule bound to memory, in pieces. It may be run any number of times, one after the other."""
 
-    def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> None:
+    def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None, poster: Poster) -> None:
         self.schedule = schedule
+        self._poster = poster
         offsets = tuple(tuple(region.offsets) for region in regions)
         self.steps = lay_out(schedule, offsets, regions[0].array.itemsize)
         self.at = 0
@@ -122,12 +123,12 @@ class StreamedSchedule:
             self._bound.append(self._binder.bind_step(self.steps[number]))
         return self._bound[number]
 
-    def start(self, poster: Poster, tag: int) -> None:
+    def start(self, tag: int) -> None:
         """Post the first messages."""
         self.discard()
         self.at = 0
         self._begin = time.monotonic()
-        self._poster, self._tag = poster, tag
+        self._tag = tag
         self._guard(self._begin_steps)
 
     def advance(self) -> bool:
@@ -135,18 +136,25 @@ class StreamedSchedule:
         self._guard(self._advance)
         return self.finished
 
-    def wait(self) -> None:
-        """Carry out all steps. Errors name the round and the schedule."""
+    def wait(self, beside: Sequence[object] = ()) -> None:
+        """Carry out all steps, while those `beside` advance. Errors name the round and the schedule."""
+        others = [one for one in beside if isinstance(one, StreamedSchedule)]
+
+        def advance() -> bool:
+            for other in others:
+                other.advance()
+            return self._guard(self._advance)
+
         try:
             while not self.finished:
-                poll(lambda: self._guard(self._advance), None, "round", nap=self.find_nap())
+                poll(advance, None, "round", nap=self.find_nap())
         except BaseException:  # a signal handler may raise between two tests
             self.discard()
             raise
 
     def find_nap(self) -> float:
         """Return the seconds between two polls of a wait for the end of a step, by how long steps have taken so far."""
-        return _NAP_SHARE * (time.monotonic() - self._begin) / self.at if self.at else 0.0
+        return NAP_SHARE * (time.monotonic() - self._begin) / self.at if self.at else 0.0
 
     def discard(self) -> None:
         """Abandon the messages in flight, after a failure elsewhere."""
@@ -217,13 +225,17 @@ class StreamedSchedule:
 
     def position(self, members: Sequence[int]) -> Position:
         """Return the current round and piece, the ranks it sends to, and the ranks it waits for."""
-        at = self.at  # another thread reads it while it grows
-        if at == len(self.steps):
-            return Position(name_schedule(self.schedule))
-        step = self.steps[at]
-        where = f", piece {step.piece + 1} of {step.pieces}" if step.pieces > 1 else ""
-        sent, received = ({part.peer for part in step.parts if part.sends == sends} for sends in (True, False))
-        return describe_round(self.schedule, step.round, sent, received, members, where)
+        return describe_step(self.schedule, self.steps, self.at, members)
+
+
+def describe_step(schedule: Schedule, steps: Sequence[Step], at: int, members: Sequence[int]) -> Position:
+    """Return the position in the step `at`, another thread may make it grow; after the last one, in the schedule."""
+    if at == len(steps):
+        return Position(name_schedule(schedule))
+    step = steps[at]
+    where = f", piece {step.piece + 1} of {step.pieces}" if step.pieces > 1 else ""
+    sent, received = ({part.peer for part in step.parts if part.sends == sends} for sends in (True, False))
+    return describe_round(schedule, step.round, sent, received, members, where)
 
 
 class _StepBinder(ScheduleBinder):

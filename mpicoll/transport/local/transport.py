@@ -247,6 +247,9 @@ class LocalTransport:
 
         return LocalRound(self.rank, self.timeout, recvs, pending, send_all)
 
+    def make_program(self, *arguments: Any) -> None:
+        return None
+
     def send(self, data: Memory, dest: int, tag: int) -> None:
         self._send(self._p2p, data, dest, tag)
 

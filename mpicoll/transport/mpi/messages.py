@@ -27,7 +27,9 @@ from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
     from mpicoll._shm import LineEnd, MessageCall, PendingMessage
+    from mpicoll.transport.base import ProgramPlan
     from mpicoll.transport.mpi.background_messages import MpiBackgroundQueue
+    from mpicoll.transport.mpi.program import MpiProgram
 
 R = TypeVar("R")
 
@@ -83,6 +85,24 @@ class MessagePassing:
     def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
         return PostedRound(self, sends, recvs, lambda requests: self._start_round(requests, sends, recvs, tag))
 
+    def make_program(self, plan: ProgramPlan, memory: Sequence[Memory]) -> MpiProgram | None:
+        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            return None
+        if max(one.nbytes for one in memory) > INT_MAX:  # so may be a message
+            return None
+        from mpicoll.transport.mpi.program import make_program  # few jobs need it
+
+        return make_program(self, self._collective, plan, memory)
+
+    def make_program_error(self, code: int, peer: int, expected: int, received: int) -> Exception:
+        """Return the exception for a message of a program that has failed, as :attr:`StreamedProgram.failure`."""
+        if not code:
+            return self._size_mismatch(peer, expected, f"{received}")
+        error = MPI.Exception(code)
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return self._size_mismatch(peer, expected, "more")
+        return self.translate_error(error)
+
     def _start_round(
         self, requests: list[MPI.Request], sends: Sequence[Message], recvs: Sequence[Message], tag: int
     ) -> None:
@@ -118,11 +138,11 @@ class MessagePassing:
         for (source, data), status in zip(recvs, statuses, strict=False):
             received = status.Get_elements(MPI.BYTE)
             if received != data.size:
-                raise self._size_mismatch(source, data, f"{received}")
+                raise self._size_mismatch(source, data.size, f"{received}")
 
-    def _size_mismatch(self, source: int | None, data: Memory, received: str) -> TruncationError:
+    def _size_mismatch(self, source: int | None, expected: int, received: str) -> TruncationError:
         return TruncationError(
-            f"rank {self.rank} expected {data.size} bytes from rank {source}, got {received}:"
+            f"rank {self.rank} expected {expected} bytes from rank {source}, got {received}:"
             " the ranks disagree about the size of the operation"
         )
 
@@ -137,7 +157,7 @@ class MessagePassing:
                 source, data = recvs[at]
                 received = status.Get_elements(MPI.BYTE)
                 size = f"{received}" if reports_size(status, data) else "more"
-                raise self._size_mismatch(source, data, size) from error
+                raise self._size_mismatch(source, data.size, size) from error
             raise error
 
     @translates_errors

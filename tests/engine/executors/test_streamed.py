@@ -32,8 +32,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Cut into tiny pieces; count the schedules that are."""
     cut: list[int] = []
     monkeypatch.setattr(executor, "PIECE", TINY)
-    monkeypatch.setattr(streamed, "_FIRST_SENDS", 2)
-    monkeypatch.setattr(streamed, "_NAP_SHARE", 1 / 4)
+    monkeypatch.setattr(streamed, "FIRST_SENDS", 2)
+    monkeypatch.setattr(streamed, "NAP_SHARE", 1 / 4)
     run = StreamedSchedule.start
 
     def counting(self: StreamedSchedule, *args: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_plan_may_run_again(tiny: list[int]) -> None:
 def _bind(*rounds: Round, blocks: tuple[int, ...], combine: Any = None) -> tuple[StreamedSchedule, np.ndarray]:
     array = np.arange(sum(blocks), dtype=np.float64)
     schedule = Schedule("allreduce", "made_up", 0, 2, 0, len(blocks), 0, rounds)
-    return StreamedSchedule(schedule, [Region(array, displacements(blocks))], combine), array
+    return StreamedSchedule(schedule, [Region(array, displacements(blocks))], combine, Wire()), array
 
 
 def _bind_steps(program: StreamedSchedule) -> list[BoundRound]:
@@ -259,8 +259,8 @@ class Posted:
 def test_the_next_round_begins_before_the_end_of_this_one() -> None:
     wire = Wire()
     schedule = schedules.get("allreduce", "ring").schedule(0, 3)
-    program = StreamedSchedule(schedule, [Region(np.zeros(27), [0, 9, 18, 27])], lambda a, b, out: None)
-    program.start(wire, 0)
+    program = StreamedSchedule(schedule, [Region(np.zeros(27), [0, 9, 18, 27])], lambda a, b, out: None, wire)
+    program.start(0)
     assert (len(wire.sends), len(wire.recvs)) == (2, 3)  # few sends at a time, so that they arrive one by one
     wire.sends[0].done = True
     assert not program.advance()
@@ -282,8 +282,8 @@ def test_the_next_round_begins_before_the_end_of_this_one() -> None:
 def test_no_rank_waits_for_what_is_sent_to_another() -> None:
     wire = Wire()
     schedule = Schedule("allreduce", "made_up", 0, 3, 0, 1, 0, (Round((Send(1, (0,)), Send(2, (0,)))),))
-    program = StreamedSchedule(schedule, [Region(np.zeros(12), [0, 12])], None)
-    program.start(wire, 0)
+    program = StreamedSchedule(schedule, [Region(np.zeros(12), [0, 12])], None, wire)
+    program.start(0)
     assert [one.peer for one in wire.sends] == [1, 2, 1, 2]
     for _ in range(2):
         for one in wire.sends:
@@ -297,8 +297,8 @@ def test_more_sends_are_posted_when_earlier_ones_have_completed() -> None:
     """The first pieces arrive one by one; later the link has more to do than a thread that gets no core can delay."""
     wire = Wire()
     schedule = Schedule("allreduce", "made_up", 0, 2, 0, 1, 0, (Round((Send(1, (0,)),)),))
-    program = StreamedSchedule(schedule, [Region(np.zeros(90), [0, 90])], None)
-    program.start(wire, 0)
+    program = StreamedSchedule(schedule, [Region(np.zeros(90), [0, 90])], None, wire)
+    program.start(0)
     posted = []
     for one in range(30):
         posted.append(len(wire.sends) - one)
@@ -313,7 +313,7 @@ def test_a_wait_sleeps_where_steps_take_long(monkeypatch: pytest.MonkeyPatch) ->
     now, naps = [0.0], []
     wire = Wire()
     schedule = Schedule("allreduce", "made_up", 0, 2, 0, 1, 0, (Round((Send(1, (0,)),)),))
-    program = StreamedSchedule(schedule, [Region(np.zeros(12), [0, 12])], None)
+    program = StreamedSchedule(schedule, [Region(np.zeros(12), [0, 12])], None, wire)
     arrivals = iter([0.002, 0.004, 0.00401, 0.006])
 
     def complete_next() -> None:
@@ -327,7 +327,7 @@ def test_a_wait_sleeps_where_steps_take_long(monkeypatch: pytest.MonkeyPatch) ->
     # Other threads of this process, such as the watch of a communicator, sleep too.
     monkeypatch.setattr(streamed, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    program.start(wire, 0)
+    program.start(0)
     complete_next()
     assert not program.advance()
     program.wait()

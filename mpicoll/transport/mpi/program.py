@@ -1,0 +1,79 @@
+"""Schedules with large messages that the extension carries out over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpi4py import MPI
+
+from mpicoll.transport.base import Memory, ProgramPlan
+from mpicoll.transport.mpi.direct_messages import find_functions
+
+if TYPE_CHECKING:
+    from mpicoll._shm import StreamedProgram
+    from mpicoll.transport.mpi.fault_tolerance import FailureState
+
+
+class _Endpoint(Protocol):
+    """Part of the transport whose messages they are."""
+
+    @property
+    def failures(self) -> FailureState: ...
+    def make_program_error(self, code: int, peer: int, expected: int, received: int) -> Exception: ...
+
+
+class MpiProgram:
+    """Program of the extension, on memory that it keeps."""
+
+    def __init__(self, endpoint: _Endpoint, program: StreamedProgram, memory: Sequence[Memory]) -> None:
+        self._endpoint = endpoint
+        self.program = program
+        self._memory = memory
+        self._unfinished = False
+
+    @property
+    def at(self) -> int:
+        return self.program.at
+
+    @property
+    def usable(self) -> bool:
+        return self.program.failure is None
+
+    def start(self, tag: int) -> None:
+        self._unfinished = True
+        self.program.start(tag)
+
+    def advance(self) -> bool:
+        return self._end(self.program.advance())
+
+    def run(self, seconds: float, beside: Sequence[Any]) -> bool:
+        others = tuple(one.program for one in beside if isinstance(one, MpiProgram))
+        return self._end(self.program.run(seconds, others))
+
+    def discard(self) -> None:
+        if self._unfinished:
+            self._unfinished = False
+            self.program.abandon()
+            self._endpoint.failures.retain((self.program, self._memory))
+
+    def _end(self, ended: bool) -> bool:
+        if ended and self._unfinished:
+            if self.program.failure is not None:
+                failure = self.program.failure
+                self.discard()
+                raise self._endpoint.make_program_error(*failure)
+            self._unfinished = False
+        return ended
+
+
+def make_program(
+    endpoint: _Endpoint, comm: MPI.Intracomm, plan: ProgramPlan, memory: Sequence[Memory]
+) -> MpiProgram | None:
+    """Return what carries out `plan` on `memory` over `comm`; None if the extension can't call MPI."""
+    if not find_functions():
+        return None
+    from mpicoll._shm import StreamedProgram
+
+    places = tuple(number for one in memory for number in (one.ctypes.data, one.nbytes))
+    return MpiProgram(endpoint, StreamedProgram(MPI._handleof(comm), places, *plan), memory)
