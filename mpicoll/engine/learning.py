@@ -186,7 +186,7 @@ def write_results(library: str) -> None:
 
 def _make_choice(query: SelectionQuery, trials: Trials, name: str) -> Choice:
     times = ", ".join(
-        f"{one} {seconds * 1e6:.1f} µs" for one, seconds in sorted(trials.best.items(), key=lambda item: item[1])
+        f"{one} {seconds * 1e6:.1f} µs" for one, seconds in sorted(trials.typical.items(), key=lambda item: item[1])
     )
     if len(trials.names) == 1:
         return choose(query, None)

@@ -39,9 +39,10 @@ class Trials:
     """Trials of the algorithms `names`, the first of which is taken without them.
 
     The first call is not timed. The following ones try all algorithms in turn: all of them once, those that are not
-    hopeless again, and those that can still be the best twice more. Then the fastest stays; the time of an algorithm is
-    its least one. If `watched`, that one is timed again after some hundred calls, and all are tried again if its time
-    has changed much.
+    hopeless again, and those that can still be the best twice more. Then the fastest stays, by its mean time without
+    the slowest quarter: other programs may have disturbed that; but some algorithms are fast in one call and slow in
+    the next one, as those that poll where others need the core. If `watched`, it is timed again after some hundred
+    calls, and all are tried again if its time has changed much.
 
     Each call is made in this order: if :attr:`meets`, the ranks exchange :attr:`seconds` and call :meth:`agree` with
     the largest; :meth:`begin` returns the algorithm of the call; :meth:`end` gets the time that it has taken.
@@ -51,8 +52,8 @@ class Trials:
         self.names = tuple(names)
         self.watched = watched
         self.winner = self.names[0]
-        # The least agreed time of each algorithm in seconds, by the trials so far; those of the latest trials stay.
-        self.best: dict[str, float] = {}
+        # The agreed times of each algorithm in seconds, by the trials so far; those of the latest trials stay.
+        self._times: dict[str, list[float]] = {}
         self.calls = 0
         # Time of the latest call on this rank.
         self.seconds = 0.0
@@ -62,6 +63,11 @@ class Trials:
         self._stage = 0
         self._checked: list[float] = []
         self._waiting = deque(self.names if len(self.names) > 1 else ())
+
+    @property
+    def typical(self) -> dict[str, float]:
+        """The time of each algorithm in seconds, by the trials so far."""
+        return {name: _find_mean(times) for name, times in self._times.items()}
 
     @property
     def settled(self) -> bool:
@@ -86,7 +92,7 @@ class Trials:
         if self._stage == _CHECK:
             self._checked.append(seconds)
         else:
-            self.best[name] = min(seconds, self.best.get(name, seconds))
+            self._times.setdefault(name, []).append(seconds)
         if not self._waiting:
             self._end_stage()
 
@@ -115,29 +121,37 @@ class Trials:
         if self._stage == _CHECK:
             self._end_check()
             return
-        best = min(self.best.values())
+        least = {name: min(times) for name, times in self._times.items()}
+        best = min(least.values())
         if self._stage == _ALL:
             limit = max(_HOPELESS * best, _SETUP)
-            self._begin_stage(_AGAIN, [name for name, one in self.best.items() if one <= limit] or self.names)
+            self._begin_stage(_AGAIN, [name for name, one in least.items() if one <= limit] or self.names)
             return
         limit = (_SLOW if best < _LONG else _LONG_SLOW) * best
-        fast = [name for name, one in self.best.items() if one <= limit]
+        fast = [name for name, one in least.items() if one <= limit]
         if self._stage == _AGAIN and len(fast) > 1:
             self._begin_stage(_LAST, [*fast, *fast])
             return
         self._settle()
 
     def _settle(self) -> None:
-        fastest = min(self.names, key=lambda name: self.best[name])
-        if self.best[fastest] < (1 - _MARGIN) * self.best[self.winner]:
+        seconds = self.typical
+        fastest = min(self.names, key=lambda name: seconds[name])
+        if seconds[fastest] < (1 - _MARGIN) * seconds[self.winner]:
             self._interval = _FIRST_INTERVAL
             self.winner = fastest
 
     def _end_check(self) -> None:
-        now, before = min(self._checked), self.best[self.winner]
+        now, before = min(self._checked), min(self._times[self.winner])
         self._checked.clear()
         # Times that keep changing, and always lead to the same choice, are looked at less and less often.
         self._interval = min(2 * self._interval, _LAST_INTERVAL)
         if not before / _DRIFT <= now <= before * _DRIFT:
-            self.best = {}
+            self._times = {}
             self._begin_stage(_ALL, self.names)
+
+
+def _find_mean(times: Sequence[float]) -> float:
+    """Return the mean without the slowest quarter; of two times it is the lesser one."""
+    kept = sorted(times)[: len(times) - (len(times) + 2) // 4]
+    return sum(kept) / len(kept)
