@@ -358,13 +358,14 @@ class CommunicatorCore:
             self.queue.close()
             self.queue.compare_unseen_calls()
             self.freed = True
-            # A communicator that was abandoned, or whose ranks have died, can be freed as well.
-            self.queue.match = accept_any_call
             self._release_resources()
             for level in self._levels or ():
                 level.free()
             self._levels = None
             warn_of_unmatched_messages([(self.transport, self.name)])
+            # A communicator that was abandoned, or whose ranks have died, can be freed as well. Not before its devices:
+            # while these are watched, the end of a rank that has freed it may be taken for a failure.
+            self.queue.match = accept_any_call
             self.queue.run(self.transport.free, Call("free"))
             self.queue.retire()
 

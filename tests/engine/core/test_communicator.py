@@ -735,3 +735,24 @@ def test_a_communicator_that_was_given_up_can_be_freed(algorithm: str) -> None:
         comm.free()
 
     mpicoll.run_local(main, 2, timeout=10)
+
+
+def test_a_failure_that_is_seen_while_it_is_freed() -> None:
+    """As by the thread that looks after devices: a rank that has freed the communicator may have ended."""
+
+    def refuse(call: object) -> None:
+        raise mpicoll.RankFailed("rank 1: rank 0 has exited")
+
+    def body() -> None:
+        part = mpicoll.world().split(0)
+        core = part._core
+        release = core._release_resources
+
+        def fail_meanwhile() -> None:
+            core.queue.match = refuse
+            release()
+
+        core._release_resources = fail_meanwhile  # type: ignore[method-assign]
+        part.free()
+
+    mpicoll.run_local(body, 2)
