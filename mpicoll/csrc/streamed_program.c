@@ -46,6 +46,7 @@ typedef struct {
 
 typedef struct {
     int peer, step, nbytes;
+    int lane; /* of a send */
     bool posted;
     char *data;
     Handle request;
@@ -208,6 +209,7 @@ static bool read_part(Program *one, Plan *plan, int step)
     if (sends <= 0)
         return true;
     Lane *lane = find_lane(one, (int)peer);
+    made->lane = lane == NULL ? 0 : (int)(lane - one->lanes);
     int *number = lane == NULL ? NULL : append(&lane->sends, &lane->count, sizeof *number);
     if (number != NULL)
         *number = one->send_count - 1;
@@ -273,6 +275,19 @@ static void fail(Program *one, int code, const Message *message)
     one->arrived = -1;
 }
 
+/* Return true if a message that was posted has completed, not if it has failed. */
+static bool has_completed(Program *one, Message *message, Status *status)
+{
+    int completed = 0;
+    const int code = mpi.test(&message->request, &completed, status);
+    if (code != 0)
+        fail(one, code, message);
+    if (code != 0 || !completed)
+        return false;
+    message->posted = false;
+    return true;
+}
+
 static void act(const Program *one, const Action *first, const Action *end)
 {
     for (const Action *action = first; action < end; action++) {
@@ -313,13 +328,8 @@ static void send_next(Program *one, Lane *lane)
             return;
         Message *message = &one->sends[lane->sends[lane->done]];
         Status status = {{0}};
-        int completed = 0;
-        const int code = mpi.test(&message->request, &completed, &status);
-        if (code != 0)
-            fail(one, code, message);
-        if (code != 0 || !completed)
+        if (!has_completed(one, message, &status))
             return;
-        message->posted = false;
         one->steps[message->step].unsent--;
         lane->done++;
     }
@@ -344,13 +354,10 @@ static void begin_steps(Program *one)
             message->posted = true;
         }
         for (int i = step->first_send; i < step->end_send; i++) {
-            for (int at = 0; at < one->lane_count; at++) {
-                if (one->lanes[at].peer == one->sends[i].peer)
-                    one->lanes[at].waiting++;
-            }
+            Lane *lane = &one->lanes[one->sends[i].lane];
+            lane->waiting++;
+            send_next(one, lane);
         }
-        for (int at = 0; at < one->lane_count; at++)
-            send_next(one, &one->lanes[at]);
     }
 }
 
@@ -360,13 +367,8 @@ static bool has_arrived(Program *one, Step *step)
     for (; step->received < step->end_recv; step->received++) {
         Message *message = &one->recvs[step->received];
         Status status = {{0}};
-        int completed = 0;
-        const int code = mpi.test(&message->request, &completed, &status);
-        if (code != 0)
-            fail(one, code, message);
-        if (code != 0 || !completed)
+        if (!has_completed(one, message, &status))
             return false;
-        message->posted = false;
         int64_t arrived = 0;
         if (mpi.get_elements(&status, mpi.byte, &arrived) != 0 || arrived != message->nbytes) {
             fail(one, 0, message);

@@ -354,9 +354,9 @@ class Transport(Protocol):
     def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
         """Post all sends and receives of one round, which completes later."""
 
-    def make_program(self, plan: ProgramPlan, memory: Sequence[Memory]) -> Program | None:
-        """Return what carries out a schedule on `memory`, whose bytes the plan names, in the extension; None if only
-        Python can."""
+    def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> Program | None:
+        """Return what carries out a schedule on `memory`, whose bytes its plan names, in the extension; None if only
+        Python can, which takes no plan."""
 
     def send(self, data: Memory, dest: int, tag: int) -> None: ...
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope: ...

@@ -29,18 +29,22 @@ _LONGEST_RUN = 0.1
 class ProgramMaker(Protocol):
     """Part of a transport that these schedules use."""
 
-    def make_program(self, plan: ProgramPlan, memory: Sequence[Array]) -> Program | None: ...
+    def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Array]) -> Program | None: ...
 
 
 class CompiledSchedule:
     """Schedule bound to memory, in pieces. It may be run any number of times, one after the other."""
 
     def __init__(
-        self, schedule: Schedule, steps: Sequence[Step], program: Program, make: Callable[[], Program | None]
+        self,
+        schedule: Schedule,
+        lay_out_steps: Callable[[], Sequence[Step]],
+        program: Program,
+        make: Callable[[], Program | None],
     ) -> None:
         self.schedule = schedule
         self.program = program
-        self._steps = steps
+        self._lay_out_steps = lay_out_steps
         self._make = make
 
     @property
@@ -76,13 +80,14 @@ class CompiledSchedule:
 
     def position(self, members: Sequence[int]) -> Position:
         """Return the current round and piece, the ranks it sends to, and the ranks it waits for."""
-        return describe_step(self.schedule, self._steps, self.at, members)
+        return describe_step(self.schedule, self._lay_out_steps(), self.at, members)
 
     def _guard(self, function: Callable[[], bool]) -> bool:
         try:
             return function()
         except CommunicationError as error:
-            number = self._steps[min(self.at, len(self._steps) - 1)].round
+            steps = self._lay_out_steps()
+            number = steps[min(self.at, len(steps) - 1)].round
             error.args = (f"{name_round(self.schedule, number)}: {error}",)
             raise
 
@@ -97,17 +102,22 @@ def compile_schedule(
         return None
     itemsize = regions[0].array.itemsize
     offsets = tuple(tuple(region.offsets) for region in regions)
-    plan = ProgramPlan(
-        make_numbers(schedule, offsets, itemsize),
-        *fused,
-        itemsize,
-        streamed.FIRST_SENDS,
-        streamed.MAX_SENDS * bound_schedule.PIECE,
-        streamed.NAP_SHARE,
-    )
-    make = partial(maker.make_program, plan, [region.array for region in regions])
+
+    def make_plan() -> ProgramPlan:
+        return ProgramPlan(
+            make_numbers(schedule, offsets, itemsize),
+            *fused,
+            itemsize,
+            streamed.FIRST_SENDS,
+            streamed.MAX_SENDS * bound_schedule.PIECE,
+            streamed.NAP_SHARE,
+        )
+
+    make = partial(maker.make_program, make_plan, [region.array for region in regions])
     program = make()
-    return None if program is None else CompiledSchedule(schedule, lay_out(schedule, offsets, itemsize), program, make)
+    if program is None:
+        return None
+    return CompiledSchedule(schedule, partial(lay_out, schedule, offsets, itemsize), program, make)
 
 
 @lru_cache(maxsize=64)

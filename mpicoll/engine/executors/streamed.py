@@ -229,7 +229,7 @@ class StreamedSchedule:
 
 
 def describe_step(schedule: Schedule, steps: Sequence[Step], at: int, members: Sequence[int]) -> Position:
-    """Return the position in the step `at`, another thread may make it grow; after the last one, in the schedule."""
+    """Return the position in the step `at` of `steps`; of a schedule that has ended, its name."""
     if at == len(steps):
         return Position(name_schedule(schedule))
     step = steps[at]

@@ -47,6 +47,11 @@ def _reject_transfers() -> None:
     _post = _reject_post  # type: ignore[assignment]  # it accepts any arguments
 
 
+def _may_call_unlocked() -> bool:
+    """Return True if the extension may call MPI without the interpreter lock, while Python calls it too."""
+    return not fault_tolerant() and _post is not _reject_post and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
 os.register_at_fork(after_in_child=_reject_transfers)
 
 
@@ -85,14 +90,14 @@ class MessagePassing:
     def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
         return PostedRound(self, sends, recvs, lambda requests: self._start_round(requests, sends, recvs, tag))
 
-    def make_program(self, plan: ProgramPlan, memory: Sequence[Memory]) -> MpiProgram | None:
-        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+    def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
+        if not _may_call_unlocked():
             return None
         if max(one.nbytes for one in memory) > INT_MAX:  # so may be a message
             return None
         from mpicoll.transport.mpi.program import make_program  # few jobs need it
 
-        return make_program(self, self._collective, plan, memory)
+        return make_program(self, self._collective, make_plan, memory)
 
     def make_program_error(self, code: int, peer: int, expected: int, received: int) -> Exception:
         """Return the exception for a message of a program that has failed, as :attr:`StreamedProgram.failure`."""
@@ -259,7 +264,7 @@ class MessagePassing:
         sends: bool,
     ) -> MessageCall | None:
         # Another thread makes progress on messages that the program leaves alone.
-        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        if not _may_call_unlocked():
             return None
         from mpicoll.transport.mpi.direct_messages import bind_messages
 
@@ -294,7 +299,7 @@ class MessagePassing:
         return bind_line_end(self._p2p, self.traffic, values, self._make_error, self._adopt)
 
     def bind_background_messages(self, peers: Sequence[int]) -> MpiBackgroundQueue | None:
-        if fault_tolerant() or _post is _reject_post or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        if not _may_call_unlocked():
             return None
         from mpicoll.transport.mpi.background_messages import make_queue
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
@@ -68,12 +68,12 @@ class MpiProgram:
 
 
 def make_program(
-    endpoint: _Endpoint, comm: MPI.Intracomm, plan: ProgramPlan, memory: Sequence[Memory]
+    endpoint: _Endpoint, comm: MPI.Intracomm, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]
 ) -> MpiProgram | None:
-    """Return what carries out `plan` on `memory` over `comm`; None if the extension can't call MPI."""
+    """Return what carries out a plan on `memory` over `comm`; None if the extension can't call MPI."""
     if not find_functions():
         return None
     from mpicoll._shm import StreamedProgram
 
     places = tuple(number for one in memory for number in (one.ctypes.data, one.nbytes))
-    return MpiProgram(endpoint, StreamedProgram(MPI._handleof(comm), places, *plan), memory)
+    return MpiProgram(endpoint, StreamedProgram(MPI._handleof(comm), places, *make_plan()), memory)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.schedule_pairs import PAIRS
 
 import mpicoll
-from mpicoll import schedules
 from mpicoll.buffers.ops import _get_named_reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.engine.core.arrays import Region, displacements
@@ -72,14 +72,6 @@ def _call(collective: str, algorithm: str, n: int, dtype: str, op: str) -> Any:
     if collective == "reduce_scatter":
         return call(whole, op, algorithm=algorithm)
     return call(whole if collective == "alltoall" else x, algorithm=algorithm)
-
-
-PAIRS = [
-    (collective, name)
-    for collective in schedules.collectives()
-    if collective != "barrier"
-    for name in schedules.algorithms_of(collective)
-]
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
@@ -185,7 +177,7 @@ def test_others_advance_meanwhile() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_messages_of_another_size() -> None:
-    """The error names the round; the same schedule can be carried out again."""
+    """The error names the round, and later messages are not affected."""
     rank = mpicoll.world().rank
     if _is_idle():
         return

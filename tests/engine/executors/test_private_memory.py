@@ -62,7 +62,7 @@ def test_large_blocks(several: Ranks, collective: str) -> None:
 def test_addresses_that_collide(several: Ranks, collective: str) -> None:
     """The destination is up to a line more than a multiple of a page behind the source, on each rank another.
 
-    Some processors are slow at string instructions then, which copy nothing."""
+    Some processors are slow at string instructions then, so other instructions copy."""
 
     def body() -> None:
         world = mpicoll.world()

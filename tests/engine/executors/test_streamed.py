@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.schedule_pairs import PAIRS
 
 import mpicoll
 from mpicoll import schedules
@@ -71,14 +72,6 @@ def _call(collective: str, algorithm: str, n: int) -> Any:
         return call(np.random.default_rng(rank).standard_normal(n * size), algorithm=algorithm)
     assert collective == "allgather"
     return call(x, algorithm=algorithm)
-
-
-PAIRS = [
-    (collective, name)
-    for collective in schedules.collectives()
-    if collective != "barrier"
-    for name in schedules.algorithms_of(collective)
-]
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
