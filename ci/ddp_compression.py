@@ -11,6 +11,7 @@ of examples/ddp_digits.py, `gpt` a transformer of 11 million parameters on the t
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.torch import CompressionState, compression_hook
+
+_FIRST = 24
+"""Steps that are not timed: DDP makes its buckets in them, and mpicoll tries algorithms."""
 
 
 def _make_digits() -> tuple[nn.Module, Callable[[torch.Generator], tuple[Tensor, Tensor]]]:
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ways", default="gloo,none,bf16,int8", help="of these")
     options = parser.parse_args()
+    os.environ.setdefault("MPICOLL_TUNED", "off")
     torch.set_num_threads(1)
     dist.init_process_group("mpicoll")
     make = {"digits": _make_digits, "gpt": _make_gpt}[options.model]
@@ -97,11 +102,11 @@ def main() -> None:
     times: dict[str, list[float]] = {way: [] for way in trained}
     losses: dict[str, list[float]] = {way: [] for way in trained}
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for number in range(options.steps + 2):
+    for number in range(options.steps + _FIRST):
         batch = draw(generator)
         for way, (model, optimizer) in trained.items():
             seconds, loss = _step(model, optimizer, batch)
-            if number >= 2:  # DDP makes its buckets in the first steps
+            if number >= _FIRST:
                 times[way].append(seconds)
             losses[way].append(loss.item())
     for way in trained if dist.get_rank() == 0 else ():

@@ -13,7 +13,7 @@ case ${1:-} in
     address | thread) kind=$1; shift ;;
     *) echo "usage: $0 [address|thread] [FILES]" >&2; exit 2 ;;
 esac
-[[ $# -gt 0 ]] || set -- tests/engine/core tests/engine/executors/test_shared_memory.py tests/buffers \
+[[ $# -gt 0 ]] || set -- tests/engine/core tests/engine/executors/test_{shared_memory,connections}.py tests/buffers \
     tests/collectives/test_{call,functions,repeated_calls}.py
 
 source ci/setup.sh

@@ -306,12 +306,17 @@ def set_mpi(
     /,
 ) -> bool: ...
 
+class Connection:
+    def __init__(self, fd: int, /) -> None: ...
+    def close(self) -> None: ...
+
 class StreamedProgram:
     at: int
     failure: tuple[int, int, int, int] | None
     def __init__(
         self,
         comm: int,
+        connections: tuple[int | Connection, ...],
         regions: tuple[int, ...],
         numbers: array[int],
         op: str,

@@ -14,6 +14,7 @@ from mpicoll.named_tuple import NamedTuple
 TransportName = Literal["auto", "mpi", "local"]
 TuneMode = Literal["exact", "any", "off"]
 SharedMemory = Literal["auto", "named", "off"]
+Sockets = Literal["auto", "off"]
 CudaOrder = Literal["stream", "host"]
 
 CUDA_AWARE = ("send", "move", "reduce")
@@ -69,6 +70,10 @@ class Config(NamedTuple):
     ``MPICOLL_SHARED_MEMORY`` (``auto``)
         ``auto``; ``named``: files in /dev/shm, for processes that can't pass file descriptors to each other,
         such as ranks in separate containers; ``off``: none
+    ``MPICOLL_SOCKETS`` (``auto``)
+        whether ranks on different hosts make TCP connections of their own, beside those of MPI, for the large messages
+        of schedules: ``auto``: where the hosts have no RDMA devices, and each has one network interface, or
+        ``MPICOLL_INTERFACE`` selects one; ``off``: never. If one rank sets ``off``, it applies to all ranks
     ``MPICOLL_STUCK_AFTER`` (5)
         seconds for which a rank waits before the states of all ranks are compared; operations that can never
         complete fail then
@@ -101,6 +106,7 @@ class Config(NamedTuple):
     outage: float = 7.0
     report: str = "."
     shared_memory: SharedMemory = "auto"
+    sockets: Sockets = "auto"
     stuck_after: float = 5.0
     threads: int | Literal["auto"] = "auto"
     timeout: float = 1800.0
@@ -118,6 +124,9 @@ class Config(NamedTuple):
         shared = environ.get("MPICOLL_SHARED_MEMORY", "auto")
         if shared not in ("auto", "named", "off"):
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
+        sockets = environ.get("MPICOLL_SOCKETS", "auto")
+        if sockets not in ("auto", "off"):
+            raise SetupError(f"MPICOLL_SOCKETS={sockets!r}: must be auto or off")
         order = environ.get("MPICOLL_CUDA_ORDER", "host")
         if order not in ("stream", "host"):
             raise SetupError(f"MPICOLL_CUDA_ORDER={order!r}: must be stream or host")
@@ -134,6 +143,7 @@ class Config(NamedTuple):
             outage=_read_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
+            sockets=cast(Sockets, sockets),
             stuck_after=_read_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
             threads=_parse_threads(environ.get("MPICOLL_THREADS", "auto")),
             timeout=_read_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),

@@ -114,6 +114,8 @@ WAITS = {
         "engine/diagnostics/process_exit.py::end_by_signal",
         "engine/diagnostics/deaths.py::DeathHandler.report_ended",
         "engine/diagnostics/watchdog.py::Watchdog.leave",
+        "transport/mpi/connections.py::_accept",
+        "transport/mpi/connections.py::_dial",
         "transport/mpi/session.py::_ExitAgreement.reach",
         "engine/executors/nccl.py::Nccl.abort",
         "engine/executors/nccl.py::Nccl.free",

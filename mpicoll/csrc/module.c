@@ -10,6 +10,7 @@
 #include "calls.h"
 #include "collectives.h"
 #include "compression.h"
+#include "connections.h"
 #include "functions.h"
 #include "kernels.h"
 #include "line_messages.h"
@@ -76,7 +77,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 15 };
+enum { INTERFACE = 16 };
 
 static int fill_module(PyObject *module)
 {
@@ -86,7 +87,8 @@ static int fill_module(PyObject *module)
         &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
         &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec, &message_call_spec,
         &pending_message_spec, &line_end_spec, &window_memory_spec, &neighbour_collective_spec, &begun_call_spec,
-        &background_message_spec, &background_messages_spec, &streamed_program_spec, &held_lock_spec};
+        &background_message_spec, &background_messages_spec, &connection_spec, &streamed_program_spec,
+        &held_lock_spec};
     PyObject *collective = NULL; /* borrowed from the module */
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *base = specs[i] == &neighbour_collective_spec ? collective : NULL;
@@ -100,6 +102,8 @@ static int fill_module(PyObject *module)
             set_begun_call_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &background_message_spec)
             set_background_message_type((PyTypeObject *)type);
+        if (status == 0 && specs[i] == &connection_spec)
+            set_connection_type((PyTypeObject *)type);
         if (status == 0 && specs[i] == &held_lock_spec)
             set_held_lock_type((PyTypeObject *)type);
         if (specs[i] == &collective_spec)

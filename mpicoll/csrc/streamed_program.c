@@ -6,13 +6,15 @@
  *
  * What is to be done comes as a plan, numbers of 64 bits that don't depend on the memory: for each step the steps that
  * must have ended before it, and its parts, a message each, with the memory that they are sent from or received into,
- * as regions and bytes in these. The messages are those of the Python executor: a rank of a job may use either. */
+ * as regions and bytes in these. The messages are those of the Python executor: a rank of a job may use either where
+ * MPI moves all of them. Some go over connections of their own instead, see connections.c. */
 
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include "streamed_program.h"
 
 #include <limits.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -21,6 +23,7 @@
 #include <time.h>
 
 #include "clock.h"
+#include "connections.h"
 #include "copies.h"
 #include "kernels.h"
 #include "mpi_library.h"
@@ -31,11 +34,17 @@ enum {
     YIELD_TIME = 2000000,    /* nanoseconds after which it does so in any case */
     SHORTEST_NAP = 50000,    /* nanoseconds between two looks of a thread that sleeps */
     LONGEST_NAP = 1000000,
-    WAIT_SHARE = 1000        /* of the wait so far */
+    WAIT_SHARE = 1000,       /* of the wait so far */
+    MOST_PROGRAMS = 64,
+    MOST_POLLED = 256        /* connections that a thread waits for; with more, it sleeps between its looks */
 };
 
+/* Nanoseconds after which a program fails because of a connection that has failed. The reason usually is the death of
+ * the other rank, and is reported before. */
+static const int64_t LOSS_TIME = 5000000000;
+
 /* Numbers that a plan has for each thing. */
-enum { HEAD_NUMBERS = 2, STEP_NUMBERS = 3, PART_NUMBERS = 4, RUN_NUMBERS = 3, LOCAL_NUMBERS = 2 + 2 * RUN_NUMBERS };
+enum { HEAD_NUMBERS = 2, STEP_NUMBERS = 3, PART_NUMBERS = 5, RUN_NUMBERS = 3, LOCAL_NUMBERS = 2 + 2 * RUN_NUMBERS };
 
 /* A copy of `left`, or a combination of both, which are in the order of ranks. */
 typedef struct {
@@ -45,10 +54,10 @@ typedef struct {
 } Action;
 
 typedef struct {
-    int peer, step, nbytes;
-    int lane; /* of a send */
-    bool posted;
-    char *data;
+    Transfer transfer;
+    int peer, step;
+    int lane;    /* of a send, or on a connection; -1 */
+    bool posted; /* with MPI, and has not completed */
     Handle request;
 } Message;
 
@@ -59,9 +68,11 @@ typedef struct {
     int unsent, received;
 } Step;
 
-/* The sends to a rank, in order, which are posted when there is room. */
+/* The sends to a rank by MPI, or over a connection, in order, which are posted when there is room. */
 typedef struct {
     int peer;
+    Connection *connection; /* NULL: MPI */
+    Stream stream;
     int *sends;
     int count, waiting, posted, done; /* of all; of those whose steps have begun */
 } Lane;
@@ -69,6 +80,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     HandleValue comm;
+    PyObject *connections; /* a tuple: ranks and connections, by turns */
     int tag;
     ReduceKernel kernel;
     size_t itemsize;
@@ -83,7 +95,8 @@ typedef struct {
     Lane *lanes;
     char **packed; /* memory for messages that lie in several places */
     int before_count, after_count, recv_count, send_count, step_count, lane_count, packed_count;
-    int at, begun; /* steps that have ended, and begun */
+    int at, begun;  /* steps that have ended, and begun */
+    int mpi_posted; /* messages that MPI has, and that have not completed */
     int64_t begin;
     bool running, broken;
     /* Of a failure: MPI's error code or 0, the rank, the bytes expected, and those that have arrived. */
@@ -132,15 +145,27 @@ static char *read_run(Plan *plan, size_t *nbytes)
     return plan->regions[run[0]] + run[1];
 }
 
-static Lane *find_lane(Program *one, int peer)
+/* Return the connection with a rank, or NULL. */
+static Connection *find_connection(const Program *one, int64_t peer)
+{
+    for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(one->connections); i += 2) {
+        if (PyLong_AsLongLong(PyTuple_GetItem(one->connections, i)) == peer)
+            return as_connection(PyTuple_GetItem(one->connections, i + 1));
+    }
+    return NULL;
+}
+
+static Lane *find_lane(Program *one, int peer, Connection *connection)
 {
     for (int i = 0; i < one->lane_count; i++) {
-        if (one->lanes[i].peer == peer)
+        if (one->lanes[i].peer == peer && one->lanes[i].connection == connection)
             return &one->lanes[i];
     }
     Lane *made = append(&one->lanes, &one->lane_count, sizeof *made);
-    if (made != NULL)
+    if (made != NULL) {
         made->peer = peer;
+        made->connection = connection;
+    }
     return made;
 }
 
@@ -169,6 +194,7 @@ static bool read_part(Program *one, Plan *plan, int step)
     if (!has_numbers(plan, PART_NUMBERS))
         return false;
     const int64_t peer = plan->next[0], sends = plan->next[1], incoming = plan->next[2], runs = plan->next[3];
+    Connection *connection = plan->next[4] != 0 ? find_connection(one, peer) : NULL;
     plan->next += PART_NUMBERS;
     if (peer < 0 || peer > INT_MAX || runs < 0 || runs > INT_MAX || !has_numbers(plan, runs * RUN_NUMBERS))
         return false;
@@ -204,12 +230,17 @@ static bool read_part(Program *one, Plan *plan, int step)
     if (made == NULL)
         return false;
     static char token;
-    *made = (Message){.peer = (int)peer, .step = step, .nbytes = (int)total};
-    made->data = runs == 0 ? &token : incoming >= 0 ? one->incoming + incoming : packed != NULL ? packed : data;
+    *made = (Message){.peer = (int)peer, .step = step, .lane = -1, .transfer.nbytes = total};
+    made->transfer.data = runs == 0       ? &token
+                          : incoming >= 0 ? one->incoming + incoming
+                          : packed != NULL ? packed
+                                           : data;
+    if (sends <= 0 && connection == NULL)
+        return mpi.testsome != NULL;
+    Lane *lane = connection == NULL && mpi.testsome == NULL ? NULL : find_lane(one, (int)peer, connection);
+    made->lane = lane == NULL ? -1 : (int)(lane - one->lanes);
     if (sends <= 0)
-        return true;
-    Lane *lane = find_lane(one, (int)peer);
-    made->lane = lane == NULL ? 0 : (int)(lane - one->lanes);
+        return lane != NULL;
     int *number = lane == NULL ? NULL : append(&lane->sends, &lane->count, sizeof *number);
     if (number != NULL)
         *number = one->send_count - 1;
@@ -271,13 +302,20 @@ static void fail(Program *one, int code, const Message *message)
     one->broken = true;
     one->code = code;
     one->peer = message->peer;
-    one->expected = message->nbytes;
+    one->expected = (int)message->transfer.nbytes;
     one->arrived = -1;
+}
+
+static Connection *get_connection(const Program *one, const Message *message)
+{
+    return message->lane < 0 ? NULL : one->lanes[message->lane].connection;
 }
 
 /* Return true if a message that was posted has completed, not if it has failed. */
 static bool has_completed(Program *one, Message *message, Status *status)
 {
+    if (get_connection(one, message) != NULL)
+        return message->transfer.done;
     int completed = 0;
     const int code = mpi.test(&message->request, &completed, status);
     if (code != 0)
@@ -285,6 +323,7 @@ static bool has_completed(Program *one, Message *message, Status *status)
     if (code != 0 || !completed)
         return false;
     message->posted = false;
+    one->mpi_posted--;
     return true;
 }
 
@@ -305,26 +344,41 @@ static bool has_room(const Program *one, const Lane *lane)
     const int count = lane->posted - lane->done;
     if (count < one->first_sends)
         return true;
-    const size_t nbytes = (size_t)one->sends[lane->sends[lane->posted]].nbytes;
+    const size_t nbytes = one->sends[lane->sends[lane->posted]].transfer.nbytes;
     return count < one->first_sends + lane->done && (size_t)(count + 1) * nbytes <= one->most_bytes;
 }
 
-/* Post the next sends to a rank, and take note of those that have completed. */
+/* Post the next send of a lane. Returns false if there is no room for it, or it fails. */
+static bool post_next(Program *one, Lane *lane)
+{
+    Message *message = &one->sends[lane->sends[lane->posted]];
+    if (lane->connection != NULL) {
+        /* There is as much room as the other rank has memory. */
+        if (!post_send(&lane->stream, &message->transfer))
+            return false;
+    } else {
+        if (!has_room(one, lane))
+            return false;
+        const int code = mpi.isend(message->transfer.data, (int)message->transfer.nbytes, mpi.byte, message->peer,
+                                   one->tag, one->comm, &message->request);
+        if (code != 0) {
+            fail(one, code, message);
+            return false;
+        }
+        message->posted = true;
+        one->mpi_posted++;
+    }
+    lane->posted++;
+    return true;
+}
+
+/* Post the next sends of a lane, and take note of those that have completed. */
 static void send_next(Program *one, Lane *lane)
 {
     while (!one->broken) {
-        while (lane->posted < lane->waiting && has_room(one, lane)) {
-            Message *message = &one->sends[lane->sends[lane->posted]];
-            const int code = mpi.isend(message->data, message->nbytes, mpi.byte, message->peer, one->tag, one->comm,
-                                       &message->request);
-            if (code != 0) {
-                fail(one, code, message);
-                return;
-            }
-            message->posted = true;
-            lane->posted++;
+        while (lane->posted < lane->waiting && post_next(one, lane)) {
         }
-        if (lane->done == lane->posted)
+        if (one->broken || lane->done == lane->posted)
             return;
         Message *message = &one->sends[lane->sends[lane->done]];
         Status status = {{0}};
@@ -345,13 +399,18 @@ static void begin_steps(Program *one)
         step->received = step->first_recv;
         for (int i = step->first_recv; i < step->end_recv; i++) {
             Message *message = &one->recvs[i];
-            const int code = mpi.irecv(message->data, message->nbytes, mpi.byte, message->peer, one->tag, one->comm,
-                                       &message->request);
+            if (get_connection(one, message) != NULL) {
+                post_receive(&one->lanes[message->lane].stream, &message->transfer);
+                continue;
+            }
+            const int code = mpi.irecv(message->transfer.data, (int)message->transfer.nbytes, mpi.byte, message->peer,
+                                       one->tag, one->comm, &message->request);
             if (code != 0) {
                 fail(one, code, message);
                 return;
             }
             message->posted = true;
+            one->mpi_posted++;
         }
         for (int i = step->first_send; i < step->end_send; i++) {
             Lane *lane = &one->lanes[one->sends[i].lane];
@@ -369,8 +428,10 @@ static bool has_arrived(Program *one, Step *step)
         Status status = {{0}};
         if (!has_completed(one, message, &status))
             return false;
-        int64_t arrived = 0;
-        if (mpi.get_elements(&status, mpi.byte, &arrived) != 0 || arrived != message->nbytes) {
+        int64_t arrived = (int64_t)message->transfer.arrived;
+        const bool by_mpi = get_connection(one, message) == NULL;
+        if ((by_mpi && mpi.get_elements(&status, mpi.byte, &arrived) != 0) ||
+            arrived != (int64_t)message->transfer.nbytes) {
             fail(one, 0, message);
             one->arrived = arrived;
             return false;
@@ -381,6 +442,22 @@ static bool has_arrived(Program *one, Step *step)
 
 static bool has_ended(const Program *one) { return one->broken || one->at == one->step_count; }
 
+static void close_streams(Program *one)
+{
+    for (int i = 0; i < one->lane_count; i++)
+        close_stream(&one->lanes[i].stream);
+}
+
+/* Fail if a connection has failed some time ago. */
+static void check_connection(Program *one, const Lane *lane)
+{
+    int64_t since;
+    const int error = find_connection_error(lane->connection, read_nanoseconds(CLOCK_MONOTONIC), &since);
+    if (error != 0 && since > LOSS_TIME && !one->broken) {
+        fail(one, -error, &(Message){.peer = lane->peer});
+    }
+}
+
 /* Post and complete what can be without waiting. Returns true if a step has ended, or all have. */
 static bool advance(Program *one)
 {
@@ -389,8 +466,12 @@ static bool advance(Program *one)
         return true;
     if (!one->running)
         return false;
-    for (int i = 0; i < one->lane_count; i++)
+    bool moved = false;
+    for (int i = 0; i < one->lane_count; i++) {
+        if (one->lanes[i].connection != NULL && drive_connection(one->lanes[i].connection))
+            moved = true;
         send_next(one, &one->lanes[i]);
+    }
     while (!one->broken && one->at < one->begun) {
         Step *step = &one->steps[one->at];
         if (!has_arrived(one, step) || step->unsent > 0)
@@ -399,7 +480,13 @@ static bool advance(Program *one)
         one->at++;
         begin_steps(one);
     }
-    return one->at > first || one->broken;
+    if (one->at == one->step_count)
+        close_streams(one);
+    for (int i = 0; i < one->lane_count && !moved && one->at < one->step_count; i++) {
+        if (one->lanes[i].connection != NULL)
+            check_connection(one, &one->lanes[i]);
+    }
+    return moved || one->at > first || one->broken;
 }
 
 /* Nanoseconds between two looks, by which the end of a step may be seen late, by how long steps have taken so far. */
@@ -408,10 +495,45 @@ static int64_t find_nap(const Program *one, int64_t now)
     return one->at == 0 ? 0 : (int64_t)(one->nap_share * (double)(now - one->begin) / one->at);
 }
 
-static void sleep_for(int64_t nanoseconds)
+/* Connections that a thread waits for, and how many programs have messages that only MPI moves. */
+typedef struct {
+    struct pollfd polled[MOST_POLLED];
+    nfds_t count;
+    bool all;
+    int by_mpi;
+} Awaited;
+
+static void list_awaited(Program *const *programs, Py_ssize_t count, Awaited *awaited)
+{
+    *awaited = (Awaited){.all = true};
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Program *one = programs[i];
+        if (has_ended(one) || !one->running)
+            continue;
+        awaited->by_mpi += one->mpi_posted > 0;
+        for (int lane = 0; lane < one->lane_count; lane++) {
+            short events;
+            const Connection *connection = one->lanes[lane].connection;
+            const int fd = connection == NULL ? -1 : find_connection_events(connection, &events);
+            /* Programs at a time have the same connections. */
+            nfds_t at = 0;
+            while (fd >= 0 && at < awaited->count && awaited->polled[at].fd != fd)
+                at++;
+            if (fd < 0 || at < awaited->count)
+                continue;
+            if (awaited->count == MOST_POLLED)
+                awaited->all = false;
+            else
+                awaited->polled[awaited->count++] = (struct pollfd){.fd = fd, .events = events};
+        }
+    }
+}
+
+/* Sleep, at most until something arrives over a connection or can be sent over one. */
+static void sleep_for(Awaited *awaited, int64_t nanoseconds)
 {
     const struct timespec nap = {nanoseconds / 1000000000, nanoseconds % 1000000000};
-    nanosleep(&nap, NULL);
+    ppoll(awaited->polled, awaited->count, &nap, NULL);
 }
 
 /* Carry out the first program, for `limit` nanoseconds at most, while the others advance. */
@@ -431,12 +553,20 @@ static void run(Program *const *programs, Py_ssize_t count, int64_t limit)
             idle = now, looks = 0;
             continue;
         }
+        Awaited awaited;
+        list_awaited(programs, count, &awaited);
+        if (awaited.count > 0 && awaited.all && awaited.by_mpi == 0) {
+            sleep_for(&awaited, limit - (now - begin));
+            continue;
+        }
         const int64_t nap = find_nap(programs[0], now), waited = (now - idle) / WAIT_SHARE;
         looks++;
         if (nap >= SHORTEST_NAP)
-            sleep_for(nap < LONGEST_NAP ? nap : LONGEST_NAP);
+            sleep_for(&awaited, nap < LONGEST_NAP ? nap : LONGEST_NAP);
         else if (looks > SPINS + YIELDS || now - idle > YIELD_TIME)
-            sleep_for(waited < SHORTEST_NAP ? SHORTEST_NAP : waited < LONGEST_NAP ? waited : LONGEST_NAP);
+            sleep_for(&awaited, waited < SHORTEST_NAP  ? SHORTEST_NAP
+                                : waited < LONGEST_NAP ? waited
+                                                       : LONGEST_NAP);
         else if (looks > SPINS)
             sched_yield();
     }
@@ -460,13 +590,24 @@ static void free_program(Program *one)
     free(one->incoming);
 }
 
+static bool is_used(const Program *one)
+{
+    bool used = one->mpi_posted > 0;
+    for (int i = 0; i < one->lane_count; i++)
+        used = used || one->lanes[i].done < one->lanes[i].posted;
+    return used;
+}
+
 static void dealloc_program(PyObject *self)
 {
     Program *one = (Program *)self;
     PyTypeObject *type = Py_TYPE(self);
-    /* MPI may still use the memory of messages that have not completed. */
-    if (!one->running || one->at == one->step_count)
+    close_streams(one);
+    /* MPI, or a connection, may still use the memory of messages that have not completed. */
+    if (!is_used(one)) {
         free_program(one);
+        Py_XDECREF(one->connections);
+    }
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -499,7 +640,8 @@ static int read_plan(Program *one, const Py_buffer *numbers, PyObject *regions)
     free(places);
     free(sizes);
     if (!valid && PyErr_Occurred() == NULL)
-        PyErr_SetString(PyExc_ValueError, "StreamedProgram: the plan is invalid, or there is not enough memory");
+        PyErr_SetString(PyExc_ValueError, "StreamedProgram: the plan is invalid, needs MPI before set_mpi, or there is"
+                                          " not enough memory");
     return valid ? 0 : -1;
 }
 
@@ -508,23 +650,29 @@ static int init_program(PyObject *self, PyObject *args, PyObject *keywords)
     (void)keywords;
     Program *one = (Program *)self;
     unsigned long long comm;
-    PyObject *regions;
+    PyObject *regions, *connections;
     Py_buffer numbers;
     const char *op, *dtype;
     Py_ssize_t itemsize, most_bytes;
-    if (!PyArg_ParseTuple(args, "KO!y*ssnind", &comm, &PyTuple_Type, &regions, &numbers, &op, &dtype, &itemsize,
-                          &one->first_sends, &most_bytes, &one->nap_share))
+    int first_sends;
+    double nap_share;
+    if (!PyArg_ParseTuple(args, "KO!O!y*ssnind", &comm, &PyTuple_Type, &connections, &PyTuple_Type, &regions, &numbers,
+                          &op, &dtype, &itemsize, &first_sends, &most_bytes, &nap_share))
         return -1;
     int status = -1;
-    one->kernel = find_kernel(op, dtype);
-    one->itemsize = (size_t)itemsize;
-    one->most_bytes = (size_t)most_bytes;
-    if (one->steps != NULL || mpi.testsome == NULL || itemsize < 1 || one->first_sends < 1 || most_bytes < 0 ||
-        (op[0] != '\0' && one->kernel == NULL))
-        PyErr_SetString(PyExc_ValueError, "StreamedProgram: invalid arguments, initialised twice, or before set_mpi");
-    else
+    if (one->connections != NULL || itemsize < 1 || first_sends < 1 || most_bytes < 0 ||
+        (op[0] != '\0' && find_kernel(op, dtype) == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "StreamedProgram: invalid arguments, or initialised twice");
+    } else {
+        one->comm = to_handle(comm);
+        one->connections = Py_NewRef(connections);
+        one->kernel = find_kernel(op, dtype);
+        one->itemsize = (size_t)itemsize;
+        one->first_sends = first_sends;
+        one->most_bytes = (size_t)most_bytes;
+        one->nap_share = nap_share;
         status = read_plan(one, &numbers, regions);
-    one->comm = to_handle(comm);
+    }
     PyBuffer_Release(&numbers);
     return status;
 }
@@ -543,16 +691,20 @@ static PyObject *start_program(PyObject *self, PyObject *argument)
     one->at = one->begun = 0;
     one->broken = false;
     one->running = true;
-    for (int i = 0; i < one->lane_count; i++)
-        one->lanes[i].waiting = one->lanes[i].posted = one->lanes[i].done = 0;
+    one->mpi_posted = 0;
+    for (int i = 0; i < one->lane_count; i++) {
+        Lane *lane = &one->lanes[i];
+        lane->waiting = lane->posted = lane->done = 0;
+        if (lane->connection != NULL)
+            open_stream(&lane->stream, lane->connection, one->tag);
+    }
     Py_BEGIN_ALLOW_THREADS
     one->begin = read_nanoseconds(CLOCK_MONOTONIC);
     begin_steps(one);
+    advance(one); /* leaves what connections take at once; with no steps, it ends the run */
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-enum { MOST_PROGRAMS = 64 };
 
 static PyObject *run_program(PyObject *self, PyObject *args)
 {
@@ -589,6 +741,7 @@ static PyObject *abandon_program(PyObject *self, PyObject *unused)
     (void)unused;
     Program *one = (Program *)self;
     Py_BEGIN_ALLOW_THREADS
+    close_streams(one);
     for (int i = 0; i < one->recv_count; i++) {
         if (one->recvs[i].posted && mpi.cancel(&one->recvs[i].request) == 0)
             mpi.request_free(&one->recvs[i].request);
@@ -630,19 +783,20 @@ static PyMethodDef program_methods[] = {
 static PyGetSetDef program_attributes[] = {
     {"at", get_at, NULL, "Number of the steps that have ended.", NULL},
     {"failure", get_failure, NULL,
-     "MPI's error code (0: a message of another size), rank, bytes expected and arrived (-1: not known) of the message"
-     " that has failed, or None.",
+     "MPI's error code, or that of a connection, below 0, or 0: a message of another size; rank, bytes expected and"
+     " arrived (-1: not known) of the message that has failed. None without a failure.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot program_slots[] = {
     {Py_tp_doc,
-     "StreamedProgram(comm, regions, numbers, op, dtype, itemsize, first_sends, most_bytes, nap_share)\n--\n\n"
-     "A schedule, carried out on the communicator with the handle `comm`. `regions` are the addresses and the bytes of"
-     " the memory, by turns, which the caller keeps; `numbers` of 64 bits the plan, see the source. `op` and `dtype`"
-     " name a reduction of elements of `itemsize`, \"\" none. `first_sends` to a rank are posted at a time first, later"
-     " more of `most_bytes`. Between looks, a thread sleeps for `nap_share` of the time of a step."},
+     "StreamedProgram(comm, connections, regions, numbers, op, dtype, itemsize, first_sends, most_bytes, nap_share)\n"
+     "--\n\nA schedule, carried out on the communicator with the handle `comm`. `connections` are ranks and the"
+     " connections with them, by turns, for messages that the plan allows there. `regions` are the addresses and the"
+     " bytes of the memory, by turns, which the caller keeps; `numbers` of 64 bits the plan, see the source. `op` and"
+     " `dtype` name a reduction of elements of `itemsize`, \"\" none. By MPI, `first_sends` to a rank are posted at a"
+     " time first, later more of `most_bytes`. Between looks, a thread sleeps for `nap_share` of the time of a step."},
     {Py_tp_init, init_program},
     {Py_tp_dealloc, dealloc_program},
     {Py_tp_methods, program_methods},

@@ -215,10 +215,15 @@ def _connect(
         # Not at module level: most jobs run on one host.
         from mpicoll.transport.control.address_choice import AddressChoice, describe_host
 
-        hosts = exchange(describe_host(selected or find_addresses()))
-        listen_at = AddressChoice(transport.rank, hosts, exchange).choose()
+        hosts = exchange(describe_host(selected or find_addresses()) | {"connects": _may_connect()})
+        choice = AddressChoice(transport.rank, hosts, exchange)
+        listen_at = choice.choose()
         if selected and not listen_at:
             listen_at = [LOOPBACK, *(one.address for one in selected)]
+        if len(listen_at) == 2 and not choice.has_choice and all(one["connects"] for one in hosts):
+            from mpicoll.transport.mpi.connections import allow_connections
+
+            allow_connections(listen_at[1], config().outage)
     line = ControlNetwork(
         transport.rank,
         transport.size,
@@ -236,6 +241,15 @@ def _connect(
         make_exits_deaths()
         expect_exits(lambda: len(line.exits) == line.size - 1)
     return offers
+
+
+def _may_connect() -> bool:
+    """Return True if this rank can use connections for messages, where MPI would use TCP too."""
+    from mpicoll.transport.mpi.direct_messages import find_functions
+    from mpicoll.transport.mpi.messages import may_call_unlocked
+    from mpicoll.transport.mpi_interfaces import has_rdma_devices
+
+    return config().sockets == "auto" and may_call_unlocked() and not has_rdma_devices() and find_functions()
 
 
 def _exchange_by(transport: Transport) -> Exchange:

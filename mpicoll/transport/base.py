@@ -142,8 +142,10 @@ class BackgroundQueue(Protocol):
 
 
 class ProgramPlan(NamedTuple):
-    """A schedule for the extension: the arguments of :class:`mpicoll._shm.StreamedProgram` that name no memory."""
+    """A schedule for the extension: the ranks with which it may use connections, and the arguments of
+    :class:`mpicoll._shm.StreamedProgram` that name no memory."""
 
+    peers: tuple[int, ...]
     numbers: array[int]
     op: str
     dtype: str

@@ -22,7 +22,8 @@ LIBFABRIC = "FI_TCP_IFACE"
 UCX = "UCX_NET_DEVICES"
 """Of UCX, which MPICH uses: a list of all devices, InfiniBand's among them."""
 
-_RDMA_DEVICES = "/sys/class/infiniband"
+_RDMA_DEVICES = "/sys/class/infiniband", "/sys/class/cxi", "/sys/class/gni"
+"""Of InfiniBand, RoCE, Omni-Path and EFA; of Slingshot; of Aries."""
 
 
 def include_only(environ: Mapping[str, str], selection: Sequence[str]) -> dict[str, str]:
@@ -45,12 +46,15 @@ def include_only(environ: Mapping[str, str], selection: Sequence[str]) -> dict[s
     settings = {LIBFABRIC: names[0]}
     if not are_interfaces_selected(environ):
         settings[INCLUDE] = ",".join(names)
-    if not _has_rdma_devices():
+    if not has_rdma_devices():
         settings[UCX] = ",".join(names)
     return {name: value for name, value in settings.items() if name not in environ}
 
 
-def _has_rdma_devices() -> bool:
-    with suppress(OSError):
-        return bool(os.listdir(_RDMA_DEVICES))  # noqa: PTH208  pathlib takes milliseconds to import
+def has_rdma_devices() -> bool:
+    """Return True if this host has network devices that MPI libraries use without TCP."""
+    for folder in _RDMA_DEVICES:
+        with suppress(OSError):
+            if os.listdir(folder):  # noqa: PTH208  pathlib takes milliseconds to import
+                return True
     return False

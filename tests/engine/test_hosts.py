@@ -112,6 +112,19 @@ def test_open_mpi_uses_the_selected_interface() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "variables", "wanted"),
+    [
+        pytest.param((2, 2), {}, "yes", id="one interface"),
+        pytest.param((1, 1), {"MPICOLL_SOCKETS": "off"}, "no", id="off", marks=pytest.mark.long),
+        pytest.param((1, 1), {"setup": SECOND_NETWORK}, "no", id="two interfaces", marks=pytest.mark.long),
+    ],
+)
+def test_connections_for_large_messages(layout: tuple[int, ...], variables: dict[str, str], wanted: str) -> None:
+    _check(cluster.run("connections", layout, WANTED=wanted, **variables), layout)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [(2, 2), (2, 1), (1, 1, 1)])
 def test_training_and_a_parameter_server(layout: tuple[int, ...]) -> None:

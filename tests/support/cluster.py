@@ -83,6 +83,24 @@ def _check_nodes(layout: Sequence[int]) -> None:
             np.testing.assert_array_equal(result, whole + root)
 
 
+def _check_connections(layout: Sequence[int]) -> None:
+    """Compare large messages with what they have to be, and the ranks that connect with the setting WANTED."""
+    import numpy as np
+
+    import mpicoll
+
+    world = mpicoll.world()
+    whole = np.arange(150_000, dtype=np.float64)
+    for collective, x in (("allreduce", whole + world.rank), ("bcast", whole + world.rank)):
+        want = whole if collective == "bcast" else world.size * whole + sum(range(world.size))
+        algorithms = ["ring", "hierarchical"] if collective == "allreduce" else ["binomial", "hierarchical"]
+        for algorithm in algorithms if layout[0] > 1 else algorithms[:1]:
+            np.testing.assert_array_equal(getattr(mpicoll, collective)(x, algorithm=algorithm), want)
+    made = world._core.transport._connections  # type: ignore[attr-defined]
+    connected = made is not None and any(made._made.values())
+    assert mpicoll.allgather_object(connected).count(True) == (world.size if os.environ["WANTED"] == "yes" else 0)
+
+
 def _check_training(layout: Sequence[int]) -> None:
     import mpicoll
 
@@ -135,7 +153,12 @@ def main() -> None:
     if what == "loss":
         _loop_until_loss(layout, Path(sys.argv[3]))
     for one in what.split(","):
-        {"nodes": _check_nodes, "training": _check_training, "parameters": _check_parameters}[one](layout)
+        {
+            "nodes": _check_nodes,
+            "connections": _check_connections,
+            "training": _check_training,
+            "parameters": _check_parameters,
+        }[one](layout)
     print(f"rank {mpicoll.world().rank}: all right", flush=True)
 
 

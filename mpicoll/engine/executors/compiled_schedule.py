@@ -93,10 +93,16 @@ class CompiledSchedule:
 
 
 def compile_schedule(
-    maker: ProgramMaker, schedule: Schedule, regions: Sequence[Region], reduction: Reduction | None
+    maker: ProgramMaker,
+    schedule: Schedule,
+    regions: Sequence[Region],
+    reduction: Reduction | None,
+    *,
+    everywhere: bool = False,
 ) -> CompiledSchedule | None:
     """Return a schedule bound to memory; None if the extension can't carry it out: without MPI, in fault-tolerant jobs,
-    and with functions of Python."""
+    and with functions of Python. With `everywhere`, all ranks do this, whatever the sizes of their messages.
+    """
     fused = ("", "") if reduction is None else Fold(reduction).fused
     if fused is None:
         return None
@@ -105,7 +111,7 @@ def compile_schedule(
 
     def make_plan() -> ProgramPlan:
         return ProgramPlan(
-            make_numbers(schedule, offsets, itemsize),
+            *make_numbers(schedule, offsets, itemsize, everywhere),
             *fused,
             itemsize,
             streamed.FIRST_SENDS,
@@ -121,9 +127,16 @@ def compile_schedule(
 
 
 @lru_cache(maxsize=64)
-def make_numbers(schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int) -> array[int]:
-    """Return the numbers of a plan, as :class:`mpicoll._shm.StreamedProgram` takes them. Calls of one kind share them:
-    making them takes longer than a piece travels."""
+def make_numbers(
+    schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int, everywhere: bool
+) -> tuple[tuple[int, ...], array[int]]:
+    """Return the ranks with which connections may be used, and the numbers of a plan, as
+    :class:`mpicoll._shm.StreamedProgram` takes them. Calls of one kind share them: making them takes longer than a
+    piece travels.
+
+    Both ends of a message must take the same way. A rank that has no large messages carries out its part with MPI, so
+    only those that are cut may go over connections, unless all ranks do the same `everywhere`.
+    """
     steps = lay_out(schedule, offsets, itemsize)
     chunks = ChunkMap(offsets)
     ends = [part.incoming[2] for step in steps for part in step.parts if part.incoming is not None]
@@ -133,16 +146,17 @@ def make_numbers(schedule: Schedule, offsets: tuple[tuple[int, ...], ...], items
         local = tuple(one for one in local if not _is_empty(chunks.find(one.dst)))
         plan.extend((step.needs, len(step.parts), len(local)))
         for part in step.parts:
-            _add_part(plan, part, schedule.rank, itemsize)
+            _add_part(plan, part, schedule.rank, itemsize, everywhere or part.cut)
         for one in local:
             _add_local(plan, one, chunks, itemsize)
-    return plan
+    peers = {part.peer for step in steps for part in step.parts if everywhere or part.cut}
+    return tuple(sorted(peers)), plan
 
 
-def _add_part(plan: array[int], part: Part, rank: int, itemsize: int) -> None:
+def _add_part(plan: array[int], part: Part, rank: int, itemsize: int, may_use_connection: bool) -> None:
     is_left = part.incoming is not None and part.peer < rank
     incoming = -1 if part.incoming is None else part.incoming[1] * itemsize
-    plan.extend((part.peer, 1 if part.sends else -1 if is_left else 0, incoming, len(part.runs)))
+    plan.extend((part.peer, 1 if part.sends else -1 if is_left else 0, incoming, len(part.runs), may_use_connection))
     for run in part.runs:
         _add_run(plan, run, itemsize)
 

@@ -127,7 +127,7 @@ class ScheduledOperation:
 
             if self._streamed or has_large_messages(self._schedule, regions):
                 reduction, transport = self._arrays.reduction, self._comm.transport
-                compiled = compile_schedule(transport, self._schedule, regions, reduction)
+                compiled = compile_schedule(transport, self._schedule, regions, reduction, everywhere=self._streamed)
                 return compiled or StreamedSchedule(self._schedule, regions, self._combine, transport)
         return bind(self._schedule, regions, self._combine)
 

@@ -28,6 +28,8 @@ class Part(NamedTuple):
     """The memory; none for a token."""
     incoming: Extent | None
     """The memory that it is received into if it is to be reduced."""
+    cut: bool
+    """True if the message has several pieces."""
 
 
 class Step(NamedTuple):
@@ -99,15 +101,20 @@ class _Layout:
             peer = message.source if isinstance(message, Recv) else message.to
             reduce = isinstance(message, Recv) and message.reduce
             step = next_step.get((peer, receives), 0)
+            cut = self._is_cut(message.chunks)
             for runs in self._cut(message.chunks):
                 incoming = None
                 if reduce and runs:
                     size = sum(stop - start for _, start, stop in runs)
                     incoming = (_INCOMING, used, used + size)
                     used += size
-                yield Part(step, peer, not receives, runs, incoming)
+                yield Part(step, peer, not receives, runs, incoming, cut)
                 step += 1
             next_step[peer, receives] = step
+
+    def _is_cut(self, chunks: Sequence[int]) -> bool:
+        nbytes = self._chunks.count(chunks) * self._itemsize
+        return nbytes > get_piece_size(nbytes)
 
     def _cut(self, chunks: Sequence[int]) -> Iterator[list[Extent]]:
         """Yield the memory of the pieces of a message with `chunks`; that of a token is one piece without memory.

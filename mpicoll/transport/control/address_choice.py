@@ -66,6 +66,11 @@ class AddressChoice:
         self._exchange = exchange
         self._failed: dict[tuple[str, ...], str] = {}
 
+    @property
+    def has_choice(self) -> bool:
+        """True if a host has several addresses."""
+        return any(len(host.addresses) != 1 for host in self._hosts)
+
     def choose(self) -> list[str]:
         """Return the IP addresses at which this rank is to listen. Collective.
 
@@ -74,7 +79,7 @@ class AddressChoice:
         """
         if len(self._hosts) == 1:
             return [LOOPBACK]
-        if all(len(host.addresses) == 1 for host in self._hosts):
+        if not self.has_choice:
             return [LOOPBACK, self._hosts[self._own].addresses[0][0]]  # there is nothing else to try
         candidates = self._list_candidates()
         # The first one is nearly always right. The others wait for connections that fail at the same time.

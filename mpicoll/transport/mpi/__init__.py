@@ -5,6 +5,7 @@ Modules, lowest first: :mod:`~mpicoll.transport.mpi.ops` (predefined reductions)
 exceptions), :mod:`~mpicoll.transport.mpi.fault_tolerance` (failed ranks, ULFM), :mod:`~mpicoll.transport.mpi.pending`
 (non-blocking transfers), :mod:`~mpicoll.transport.mpi.messages` (point-to-point and rounds),
 :mod:`~mpicoll.transport.mpi.comm_facts` (what the ranks of a communicator find out together),
+:mod:`~mpicoll.transport.mpi.connections` (connections beside MPI, for large messages between hosts),
 :mod:`~mpicoll.transport.mpi.transport` (the transport), :mod:`~mpicoll.transport.mpi.user_comms` (the program's
 communicators), :mod:`~mpicoll.transport.mpi.session` (start and end of this process in the job).
 """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.errors import CommunicatorError, TruncationError
+from mpicoll.errors import CommunicationError, CommunicatorError, TruncationError
 from mpicoll.transport.base import ConcludeFailure, Envelope, Memory, Message, Route, Traffic, truncation_error
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
@@ -27,9 +27,7 @@ from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
     from mpicoll._shm import LineEnd, MessageCall, PendingMessage
-    from mpicoll.transport.base import ProgramPlan
     from mpicoll.transport.mpi.background_messages import MpiBackgroundQueue
-    from mpicoll.transport.mpi.program import MpiProgram
 
 R = TypeVar("R")
 
@@ -47,7 +45,7 @@ def _reject_transfers() -> None:
     _post = _reject_post  # type: ignore[assignment]  # it accepts any arguments
 
 
-def _may_call_unlocked() -> bool:
+def may_call_unlocked() -> bool:
     """Return True if the extension may call MPI without the interpreter lock, while Python calls it too."""
     return not fault_tolerant() and _post is not _reject_post and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
@@ -90,19 +88,15 @@ class MessagePassing:
     def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound:
         return PostedRound(self, sends, recvs, lambda requests: self._start_round(requests, sends, recvs, tag))
 
-    def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
-        if not _may_call_unlocked():
-            return None
-        if max(one.nbytes for one in memory) > INT_MAX:  # so may be a message
-            return None
-        from mpicoll.transport.mpi.program import make_program  # few jobs need it
-
-        return make_program(self, self._collective, make_plan, memory)
-
     def make_program_error(self, code: int, peer: int, expected: int, received: int) -> Exception:
         """Return the exception for a message of a program that has failed, as :attr:`StreamedProgram.failure`."""
         if not code:
             return self._size_mismatch(peer, expected, f"{received}")
+        if code < 0:
+            return CommunicationError(
+                f"the connection with rank {self.members[peer]} was lost ({os.strerror(-code)});"
+                " MPICOLL_SOCKETS=off has MPI carry all messages"
+            )
         error = MPI.Exception(code)
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return self._size_mismatch(peer, expected, "more")
@@ -264,7 +258,7 @@ class MessagePassing:
         sends: bool,
     ) -> MessageCall | None:
         # Another thread makes progress on messages that the program leaves alone.
-        if not _may_call_unlocked():
+        if not may_call_unlocked():
             return None
         from mpicoll.transport.mpi.direct_messages import bind_messages
 
@@ -299,7 +293,7 @@ class MessagePassing:
         return bind_line_end(self._p2p, self.traffic, values, self._make_error, self._adopt)
 
     def bind_background_messages(self, peers: Sequence[int]) -> MpiBackgroundQueue | None:
-        if not _may_call_unlocked():
+        if not may_call_unlocked():
             return None
         from mpicoll.transport.mpi.background_messages import make_queue
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
@@ -11,7 +11,7 @@ from mpicoll.transport.base import Memory, ProgramPlan
 from mpicoll.transport.mpi.direct_messages import find_functions
 
 if TYPE_CHECKING:
-    from mpicoll._shm import StreamedProgram
+    from mpicoll._shm import Connection, StreamedProgram
     from mpicoll.transport.mpi.fault_tolerance import FailureState
 
 
@@ -20,29 +20,39 @@ class _Endpoint(Protocol):
 
     @property
     def failures(self) -> FailureState: ...
+    def get_connections(self, peers: Collection[int], tag: int) -> tuple[int | Connection, ...]: ...
     def make_program_error(self, code: int, peer: int, expected: int, received: int) -> Exception: ...
 
 
 class MpiProgram:
     """Program of the extension, on memory that it keeps."""
 
-    def __init__(self, endpoint: _Endpoint, program: StreamedProgram, memory: Sequence[Memory]) -> None:
+    def __init__(self, endpoint: _Endpoint, comm: MPI.Intracomm, plan: ProgramPlan, memory: Sequence[Memory]) -> None:
         self._endpoint = endpoint
-        self.program = program
+        self._comm = comm
+        self._plan = plan
         self._memory = memory
+        self._program: StreamedProgram | None = None
         self._unfinished = False
 
     @property
+    def program(self) -> StreamedProgram:
+        assert self._program is not None, "it has not been started"
+        return self._program
+
+    @property
     def at(self) -> int:
-        return self.program.at
+        return 0 if self._program is None else self._program.at
 
     @property
     def usable(self) -> bool:
-        return self.program.failure is None
+        return self._program is None or self._program.failure is None
 
     def start(self, tag: int) -> None:
+        if self._program is None:
+            self._program = self._make(tag)
         self._unfinished = True
-        self.program.start(tag)
+        self._program.start(tag)
 
     def advance(self) -> bool:
         return self._end(self.program.advance())
@@ -56,6 +66,13 @@ class MpiProgram:
             self._unfinished = False
             self.program.abandon()
             self._endpoint.failures.retain((self.program, self._memory))
+
+    def _make(self, tag: int) -> StreamedProgram:
+        from mpicoll._shm import StreamedProgram
+
+        connections = self._endpoint.get_connections(self._plan.peers, tag)
+        places = tuple(number for one in self._memory for number in (one.ctypes.data, one.nbytes))
+        return StreamedProgram(MPI._handleof(self._comm), connections, places, *self._plan[1:])
 
     def _end(self, ended: bool) -> bool:
         if ended and self._unfinished:
@@ -71,9 +88,4 @@ def make_program(
     endpoint: _Endpoint, comm: MPI.Intracomm, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]
 ) -> MpiProgram | None:
     """Return what carries out a plan on `memory` over `comm`; None if the extension can't call MPI."""
-    if not find_functions():
-        return None
-    from mpicoll._shm import StreamedProgram
-
-    places = tuple(number for one in memory for number in (one.ctypes.data, one.nbytes))
-    return MpiProgram(endpoint, StreamedProgram(MPI._handleof(comm), places, *make_plan()), memory)
+    return MpiProgram(endpoint, comm, make_plan(), memory) if find_functions() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -18,14 +18,18 @@ from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
 from mpicoll.transport.group_facts import GroupFacts
 from mpicoll.transport.mpi.comm_facts import draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
-from mpicoll.transport.mpi.messages import MessagePassing
-from mpicoll.transport.mpi.native import MpiNative, buffer_spec
+from mpicoll.transport.mpi.messages import MessagePassing, may_call_unlocked
+from mpicoll.transport.mpi.native import INT_MAX, MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
 from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
+    from mpicoll._shm import Connection
+    from mpicoll.transport.base import ProgramPlan
     from mpicoll.transport.files import FileHandle
+    from mpicoll.transport.mpi.connections import Connections
+    from mpicoll.transport.mpi.program import MpiProgram
     from mpicoll.transport.windows import RemoteMemory
 
 _GROUP_TAGS = 1 << 15
@@ -34,6 +38,10 @@ of schedules. No rank receives from any source or with any tag there."""
 
 _GATHER_TAGS = 1 << 15
 """Above the tags of collectives."""
+
+
+_LARGEST = 64 * INT_MAX
+"""Bytes of the largest message of which the pieces, 64 at most, have no more than INT_MAX."""
 
 
 class MpiTransport(MessagePassing):
@@ -62,6 +70,7 @@ class MpiTransport(MessagePassing):
         self.no_shm_reason, self.no_cma_reason = facts.no_shm_reason, facts.no_cma_reason
         self._compare_buffers: list[Any] = []
         self._compare_comm: MPI.Intracomm | None = None
+        self._connections: Connections | None = None
 
     @translates_errors
     def allgather_text(self, text: str) -> list[str]:
@@ -72,6 +81,23 @@ class MpiTransport(MessagePassing):
         from mpicoll.transport import reductions
 
         return reductions.find_defect(self._facts.defects, op, dtype)
+
+    def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
+        if not may_call_unlocked():
+            return None
+        if max(one.nbytes for one in memory) > _LARGEST:  # so may be a message, and its pieces too large for MPI
+            return None
+        from mpicoll.transport.mpi.program import make_program  # few jobs need it
+
+        return make_program(self, self._collective, make_plan, memory)
+
+    def get_connections(self, peers: Collection[int], tag: int) -> tuple[int | Connection, ...]:
+        """As :meth:`mpicoll.transport.mpi.connections.Connections.get`."""
+        if self._connections is None:
+            from mpicoll.transport.mpi.connections import Connections  # few jobs need it
+
+            self._connections = Connections(self)
+        return self._connections.get(peers, tag)
 
     # --- memory of a node
 
@@ -293,6 +319,8 @@ class MpiTransport(MessagePassing):
     @translates_errors
     def free(self) -> None:
         if self.failures.mark_freed():
+            if self._connections is not None:
+                self._connections.close()
             for comm in self.failures.handles:
                 comm.Free()
 

@@ -27,6 +27,24 @@ TINY = 24
 """Bytes of a piece: three float64."""
 
 
+@pytest.fixture(params=["by_mpi", "by_connections"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Have MPI carry all messages, or connections those that may go over them: as if each rank were on its own host."""
+    if request.param == "by_connections":
+        from mpicoll.transport.mpi import connections  # not before, since it initialises MPI
+
+        transport = mpicoll.world()._core.transport
+        monkeypatch.setattr(transport, "nodes", tuple(range(transport.size)))
+        connections.allow_connections("127.0.0.1", 7.0)
+        yield request.param
+        connections._address.clear()
+        if transport._connections is not None:
+            transport._connections.close()
+        transport._connections = None
+    else:
+        yield request.param
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[type]]:
     """Cut into tiny pieces; list the types of the schedules that are carried out."""
@@ -76,24 +94,29 @@ def _call(collective: str, algorithm: str, n: int, dtype: str, op: str) -> Any:
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_the_same_bits_as_in_python(
-    tiny: list[type], monkeypatch: pytest.MonkeyPatch, collective: str, algorithm: str
+    tiny: list[type], carrier: str, monkeypatch: pytest.MonkeyPatch, collective: str, algorithm: str
 ) -> None:
     reduces = collective in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
     kinds = [("float64", "sum"), ("int16", "max"), ("float16", "sum")] if reduces else []
     if reduces and "scan" not in collective:
         kinds.append(("float32", "avg"))
+    # Repeated calls keep what the first ones were bound to.
+    lengths = (1, 7, 64, 1001) if carrier == "by_mpi" else (2, 6, 65, 1003)
     for dtype, op in [*kinds, ("uint8", "sum")]:
-        for n in (1, 7, 64, 1001):
+        for n in lengths:
             try:
                 compiled = _call(collective, algorithm, n, dtype, op)
             except mpicoll.AlgorithmError:
                 pytest.skip("not for this number of ranks")
             with monkeypatch.context() as patch:
-                patch.setattr(compiled_schedule, "compile_schedule", lambda *_: None)
+                patch.setattr(compiled_schedule, "compile_schedule", lambda *_, **__: None)
                 in_python = _call(collective, algorithm, n, dtype, op)
             assert (compiled is None) == (in_python is None)
             assert compiled is None or compiled.tobytes() == in_python.tobytes()
     if mpicoll.world().size > 1:
+        made = mpicoll.world()._core.transport._connections
+        connected = made is not None and any(made._made.values())
+        assert any(mpicoll.allgather_object(connected)) == (carrier == "by_connections")
         assert tiny.count(CompiledSchedule) == tiny.count(StreamedSchedule) > 0
 
 
@@ -142,7 +165,7 @@ def _is_idle() -> bool:
     return mpicoll.world().rank > 1 or mpicoll.world().size < 2
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny", "carrier")
 def test_steps_of_a_rank_alone() -> None:
     rank = mpicoll.world().rank
     if _is_idle():
@@ -155,7 +178,7 @@ def test_steps_of_a_rank_alone() -> None:
     np.testing.assert_array_equal(x, [*total, *(2 * total)])
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny", "carrier")
 def test_others_advance_meanwhile() -> None:
     rank = mpicoll.world().rank
     if _is_idle():
@@ -175,7 +198,7 @@ def test_others_advance_meanwhile() -> None:
     assert y[9] == 21.0
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny", "carrier")
 def test_messages_of_another_size() -> None:
     """The error names the round, and later messages are not affected."""
     rank = mpicoll.world().rank
@@ -194,7 +217,7 @@ def test_messages_of_another_size() -> None:
     program.discard()
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny", "carrier")
 def test_a_run_is_limited_and_can_be_abandoned() -> None:
     rank = mpicoll.world().rank
     if _is_idle():
@@ -202,6 +225,9 @@ def test_a_run_is_limited_and_can_be_abandoned() -> None:
     x = np.full(40, rank + 1.0)
     schedule = _exchange(rank)
     program = _compile(schedule, x)
+    program.start(6)  # both ranks, which connect
+    program.wait()
+    x[:] = rank + 1.0
     if rank == 0:
         program.start(7)
         begin = time.monotonic()
@@ -225,19 +251,21 @@ def test_invalid_plans() -> None:
     x = np.zeros(8)
 
     def make(*numbers: int, op: str = "", itemsize: int = 8) -> StreamedProgram:
-        return StreamedProgram(0, (x.ctypes.data, x.nbytes), array("q", numbers), op, "float64", itemsize, 1, 0, 0.1)
+        return StreamedProgram(
+            0, (), (x.ctypes.data, x.nbytes), array("q", numbers), op, "float64", itemsize, 1, 0, 0.1
+        )
 
     assert make(0, 0).at == 0
-    assert make(1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 64).failure is None
+    assert make(1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 64).failure is None
     invalid = [
         (),
         (1, 0),
         (1, 0, 1, 0, 0),  # a step that needs itself
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 1, 0, 8),  # no such region
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 72),  # past its end
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 8, 0),
-        (1, 0, 0, 1, 0, -1, 1, -1, 1, 0, 0, 8),  # no rank
-        (1, 8, 0, 1, 0, 0, 0, 0, 1, 0, 0, 8),  # to be reduced without a reduction
+        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 1, 0, 8),  # no such region
+        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 72),  # past its end
+        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 8, 0),
+        (1, 0, 0, 1, 0, -1, 1, -1, 1, 0, 0, 0, 8),  # no rank
+        (1, 8, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 8),  # to be reduced without a reduction
         (1, 0, 0, 0, 1, 0, 0, 0, 0, 8, 0, 0, 16),  # a copy between places of different sizes
         (0, 0, 0),  # more than the plan
     ]
@@ -245,7 +273,7 @@ def test_invalid_plans() -> None:
         with pytest.raises(ValueError, match="plan"):
             make(*numbers)
     with pytest.raises(ValueError, match="plan"):
-        make(1, 8, 0, 1, 0, 0, 0, 8, 1, 0, 0, 8, op="sum")  # past the memory for what arrives
+        make(1, 8, 0, 1, 0, 0, 0, 8, 1, 0, 0, 0, 8, op="sum")  # past the memory for what arrives
     with pytest.raises(ValueError, match="invalid arguments"):
         make(0, 0, op="unknown")
     with pytest.raises(ValueError, match="invalid arguments"):
