@@ -44,13 +44,13 @@ def test_the_selected_interfaces_are_included(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
-    monkeypatch.setattr(mpi_interfaces, "_RDMA_DEVICES", str(tmp_path / "none"))
+    monkeypatch.setattr(mpi_interfaces, "_RDMA_DEVICES", (str(tmp_path / "none"),))
     assert mpi_interfaces.include_only({"HOME": str(tmp_path)} | HOSTS | environ, selection) == expected
 
 
 def test_ucx_keeps_its_rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
-    monkeypatch.setattr(mpi_interfaces, "_RDMA_DEVICES", str(tmp_path))
+    monkeypatch.setattr(mpi_interfaces, "_RDMA_DEVICES", (str(tmp_path / "none"), str(tmp_path)))
     (tmp_path / "mlx5_0").mkdir()
     found = mpi_interfaces.include_only({"HOME": str(tmp_path)} | HOSTS, ["ib0"])
     assert found == {INCLUDE: "ib0", LIBFABRIC: "ib0"}
