@@ -165,17 +165,24 @@ void post_receive(Stream *stream, Transfer *transfer)
 
 /* --- what is sent */
 
+static Stream *find_owing(const Connection *connection)
+{
+    Stream *stream = connection->streams;
+    while (stream != NULL && stream->owed == 0)
+        stream = stream->next;
+    return stream;
+}
+
 /* Begin the next frame. Credits go first: messages of the other end wait for them. */
 static bool begin_frame(Connection *connection)
 {
     connection->header_sent = connection->body_sent = 0;
-    for (Stream *stream = connection->streams; stream != NULL; stream = stream->next) {
-        if (stream->owed > 0) {
-            connection->out = (Header){CREDIT, stream->tag, (uint64_t)stream->owed};
-            stream->owed = 0;
-            connection->body = NULL;
-            return true;
-        }
+    Stream *stream = find_owing(connection);
+    if (stream != NULL) {
+        connection->out = (Header){CREDIT, stream->tag, (uint64_t)stream->owed};
+        stream->owed = 0;
+        connection->body = NULL;
+        return true;
     }
     connection->body = connection->first_send;
     if (connection->body == NULL)
@@ -326,7 +333,8 @@ int find_connection_error(const Connection *connection, int64_t now, int64_t *si
 int find_connection_events(const Connection *connection, short *events)
 {
     *events = POLLIN;
-    if (connection->sending)
+    /* Also of a program that has posted more after the connection was driven. */
+    if (connection->sending || connection->first_send != NULL || find_owing(connection) != NULL)
         *events |= POLLOUT;
     return connection->error == 0 ? connection->fd : -1;
 }
