@@ -55,6 +55,7 @@ WAITS = {
         "transport/mpi/fault_tolerance.py::FailureState.wait_all",
         "transport/mpi/transport.py::MpiTransport._is_common",
         "transport/mpi/fault_tolerance.py::FailureState.complete",
+        "transport/mpi/connections.py::_exchange",
         "transport/mpi/messages.py::MessagePassing.exchange",
         "transport/mpi/messages.py::MessagePassing.probe",
         "transport/mpi/messages.py::MessagePassing.recv",

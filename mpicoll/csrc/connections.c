@@ -29,6 +29,7 @@ enum {
     MESSAGE = 0x6d706331, /* kinds of frames */
     CREDIT = 0x6d706332,
     TAGS = 1 << 15,       /* of collectives; they are drawn in turn */
+    MOST_AHEAD = 1024,    /* tags by which the other end may be ahead; the programs under way are few */
     MOST_EARLY = 64,      /* programs for which the other end has sent credits before they begin here */
     DROPPED_AT_A_TIME = 16384,
     MOST_AT_A_TIME = 2 << 20 /* bytes received before the caller may reduce them */
@@ -71,6 +72,8 @@ struct Connection {
 
 static void fail(Connection *connection, int error)
 {
+    if (connection->fd > 0)
+        shutdown(connection->fd, SHUT_RDWR); /* so that the other end fails too */
     connection->error = error;
     connection->error_at = read_nanoseconds(CLOCK_MONOTONIC);
 }
@@ -111,8 +114,8 @@ void open_stream(Stream *stream, Connection *connection, int tag)
         const int ahead = (connection->early[i].tag - tag) & (TAGS - 1);
         if (ahead == 0)
             stream->credits = connection->early[i].credits;
-        /* Those for earlier programs belong to some that failed before they began here. */
-        if (ahead == 0 || ahead >= TAGS / 2)
+        /* Others than for the next programs belong to some that failed before they began here. */
+        if (ahead == 0 || ahead > MOST_AHEAD)
             remove_early(connection, i);
     }
 }

@@ -448,14 +448,22 @@ static void close_streams(Program *one)
         close_stream(&one->lanes[i].stream);
 }
 
-/* Fail if a connection has failed some time ago. */
+/* Return true if messages of a lane over a connection are left. */
+static bool has_messages_left(const Program *one, const Lane *lane)
+{
+    bool left = lane->done < lane->count;
+    for (int i = 0; i < one->recv_count && !left; i++)
+        left = one->recvs[i].lane == lane - one->lanes && !one->recvs[i].transfer.done;
+    return left;
+}
+
+/* Fail if a connection has failed some time ago. A rank that has no messages left may have closed it. */
 static void check_connection(Program *one, const Lane *lane)
 {
     int64_t since;
     const int error = find_connection_error(lane->connection, read_nanoseconds(CLOCK_MONOTONIC), &since);
-    if (error != 0 && since > LOSS_TIME && !one->broken) {
+    if (error != 0 && since > LOSS_TIME && !one->broken && has_messages_left(one, lane))
         fail(one, -error, &(Message){.peer = lane->peer});
-    }
 }
 
 /* Post and complete what can be without waiting. Returns true if a step has ended, or all have. */
@@ -692,6 +700,8 @@ static PyObject *start_program(PyObject *self, PyObject *argument)
     one->broken = false;
     one->running = true;
     one->mpi_posted = 0;
+    for (int i = 0; i < one->recv_count; i++)
+        one->recvs[i].transfer.done = false;
     for (int i = 0; i < one->lane_count; i++) {
         Lane *lane = &one->lanes[i];
         lane->waiting = lane->posted = lane->done = 0;

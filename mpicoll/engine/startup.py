@@ -223,7 +223,7 @@ def _connect(
         if len(listen_at) == 2 and not choice.has_choice and all(one["connects"] for one in hosts):
             from mpicoll.transport.mpi.connections import allow_connections
 
-            allow_connections(listen_at[1], config().outage)
+            allow_connections(listen_at[1])
     line = ControlNetwork(
         transport.rank,
         transport.size,

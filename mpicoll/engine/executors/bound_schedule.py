@@ -33,11 +33,15 @@ PIECE = 256 * 1024
 _MAX_PIECES = 64
 """Most pieces of a message. Larger messages have larger pieces."""
 
+_LARGEST_PIECE = 1 << 30
+"""Most bytes of a piece, a multiple of PIECE: MPI takes no message of INT_MAX bytes. Messages of more than 64 GiB have
+more pieces."""
+
 
 def get_piece_size(nbytes: int) -> int:
     """Return the bytes of the pieces of a message of `nbytes`: a multiple of PIECE, so that ends which know the data as
     other elements cut it alike."""
-    return PIECE * -(-nbytes // (PIECE * _MAX_PIECES))
+    return min(PIECE * -(-nbytes // (PIECE * _MAX_PIECES)), _LARGEST_PIECE)
 
 
 class Exchanger(Protocol):

@@ -10,6 +10,7 @@ one that connects proves what rank it is by a secret that the other one has sent
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
@@ -24,18 +25,13 @@ import numpy as np
 
 from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
-from mpicoll.transport.control.sockets import (
-    RESERVED_DESCRIPTORS,
-    connecting_error,
-    query_descriptor_limit,
-    start_connecting,
-    tune,
-)
+from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, connecting_error, query_descriptor_limit
 from mpicoll.transport.hashes import compare_digest
+from mpicoll.transport.waiting import poll
 
 if TYPE_CHECKING:
     from mpicoll._shm import Connection
-    from mpicoll.transport.base import Message
+    from mpicoll.transport.base import Message, PostedRound
 
 _SECRET = 32
 """Bytes of a secret."""
@@ -43,16 +39,16 @@ _SECRET = 32
 _OFFER = struct.Struct(f"!H{_SECRET}s46s")
 """The offer of a rank to another one: the port at which it listens, or 0, a secret, and its address."""
 
+_SPARE_BACKLOG = 64
+"""Connections of strangers, beyond those of ranks, that the kernel keeps until they are accepted."""
+
 _address: list[str] = []
-_outage = timing.OUTAGE
 
 
-def allow_connections(address: str, outage: float) -> None:
-    """Have communicators that are made from now on use connections. All ranks of the job call it, each with the
-    `address` of its host at which the other hosts reach it, or none does."""
-    global _outage  # noqa: PLW0603  the process is a rank of one job
+def allow_connections(address: str) -> None:
+    """Have communicators use connections. All ranks of the job call it, each with the `address` of its host at which
+    the other hosts reach it, or none does."""
     _address[:] = [address]
-    _outage = outage
 
 
 class _Endpoint(Protocol):
@@ -62,7 +58,7 @@ class _Endpoint(Protocol):
     nodes: tuple[int, ...]
     members: tuple[int, ...]
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None: ...
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> PostedRound: ...
 
 
 class Connections:
@@ -102,29 +98,21 @@ class Connections:
         """
         from mpicoll._shm import Connection
 
-        endpoint = self._endpoint
-        with ExitStack() as opened:
-            listener = _listen(opened, len(peers))
-            port = 0 if listener is None else listener.getsockname()[1]
-            secrets = {peer: os.urandom(_SECRET) for peer in peers}
-            offers = {peer: _OFFER.pack(port, secrets[peer], _address[0].encode()) for peer in peers}
-            ends: dict[int, tuple[str, int, bytes]] = {}
-            for peer, text in _exchange(endpoint, offers, tag).items():
-                other_port, secret, address = _OFFER.unpack(text)
-                if peer < endpoint.rank and port and other_port:
-                    ends[peer] = address.rstrip(b"\0").decode(), other_port, secret
-            made = _dial(ends, opened)
-            has_dialled = _exchange(endpoint, {peer: bytes([peer in made]) for peer in peers}, tag)
-            if listener is not None:
-                made |= _accept(listener, {secrets[one]: one for one in peers if has_dialled[one] == b"\1"}, opened)
-            is_known = _exchange(endpoint, {peer: bytes([peer in made]) for peer in peers}, tag)
+        try:
+            with ExitStack() as opened:
+                made = _meet(self._endpoint, peers, tag, opened)
+                for peer in peers:
+                    self._made[peer] = Connection(made[peer].detach()) if peer in made else None
+        except BaseException:
+            # The other ends may have made it. So the next call fails at both, instead of one that connects again.
             for peer in peers:
-                usable = peer in made and is_known[peer] == b"\1"
-                # Closed with the others if a signal handler has raised an exception before.
-                self._made[peer] = Connection(os.dup(made[peer].fileno())) if usable else None
+                self._made[peer] = _make_closed()
+            raise
         failed = [peer for peer in peers if self._made[peer] is None]
         if failed:
-            get_logger().info("rank %d can't connect with %s by TCP: MPI carries their messages", endpoint.rank, failed)
+            get_logger().info(
+                "rank %d can't connect with %s by TCP: MPI carries their messages", self._endpoint.rank, failed
+            )
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -139,11 +127,46 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
+def _make_closed() -> Connection:
+    """Return a connection that was lost."""
+    from mpicoll._shm import Connection
+
+    one, other = socket.socketpair()
+    other.close()
+    connection = Connection(one.detach())
+    connection.close()
+    return connection
+
+
+def _meet(endpoint: _Endpoint, peers: Sequence[int], tag: int, opened: ExitStack) -> dict[int, socket.socket]:
+    """Return connections with those of `peers` for which both ends could make one."""
+    listener = _listen(opened, len(peers))
+    port = 0 if listener is None else listener.getsockname()[1]
+    secrets = {peer: os.urandom(_SECRET) for peer in peers}
+    offers = {peer: _OFFER.pack(port, secrets[peer], _address[0].encode()) for peer in peers}
+    ends: dict[int, tuple[str, int, bytes]] = {}
+    for peer, text in _exchange(endpoint, offers, tag).items():
+        other_port, secret, address = _OFFER.unpack(text)
+        if peer < endpoint.rank and port and other_port:
+            ends[peer] = address.rstrip(b"\0").decode(), other_port, secret
+    made = _dial(ends, opened)
+    has_dialled = _exchange(endpoint, {peer: bytes([peer in made]) for peer in peers}, tag)
+    if listener is not None:
+        made |= _accept(listener, {secrets[one]: one for one in peers if has_dialled[one] == b"\1"}, opened)
+    is_known = _exchange(endpoint, {peer: bytes([peer in made]) for peer in peers}, tag)
+    return {peer: sock for peer, sock in made.items() if is_known[peer] == b"\1"}
+
+
 def _exchange(endpoint: _Endpoint, texts: dict[int, bytes], tag: int) -> dict[int, bytes]:
     """Send a text to each of some ranks, and return as many bytes from each of them."""
     sends = [(peer, np.frombuffer(text, np.uint8)) for peer, text in texts.items()]
     recvs = [(peer, np.empty(len(text), np.uint8)) for peer, text in texts.items()]
-    endpoint.exchange(sends, recvs, tag)
+    posted = endpoint.post(sends, recvs, tag)
+    try:
+        poll(posted.test, None, "connection")
+    except BaseException:
+        posted.discard()
+        raise
     return {peer: data.tobytes() for peer, data in recvs}
 
 
@@ -151,7 +174,8 @@ def _listen(opened: ExitStack, count: int) -> socket.socket | None:
     """Return a socket at which `count` ranks can connect, or None if descriptors are scarce or the address has gone."""
     family = socket.AF_INET6 if ":" in _address[0] else socket.AF_INET
     try:
-        listener = opened.enter_context(socket.create_server((_address[0], 0), family=family, backlog=count))
+        backlog = count + _SPARE_BACKLOG
+        listener = opened.enter_context(socket.create_server((_address[0], 0), family=family, backlog=backlog))
     except OSError as error:
         get_logger().info("no rank can connect to %s: %s", _address[0], error)
         return None
@@ -165,10 +189,12 @@ def _dial(ends: Mapping[int, tuple[str, int, bytes]], opened: ExitStack) -> dict
     made: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         for peer, (address, port, _) in ends.items():
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            if not start_connecting(sock, address, port, _outage):
-                selector.register(sock, selectors.EVENT_WRITE, peer)
+            with suppress(OSError):  # no network leads there, or descriptors are scarce
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                _prepare(sock)
+                if sock.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                    selector.register(sock, selectors.EVENT_WRITE, peer)
         deadline = time.monotonic() + timing.CONNECT_WITHIN
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
@@ -195,19 +221,26 @@ def _accept(listener: socket.socket, expected: Mapping[bytes, int], opened: Exit
                 if sock is listener:
                     with suppress(OSError):  # it has ended at once
                         accepted = opened.enter_context(listener.accept()[0])
-                        tune(accepted, _outage)
+                        _prepare(accepted)
                         selector.register(accepted, selectors.EVENT_READ)
                         received[accepted] = b""
                     continue
-                try:
-                    data = sock.recv(_SECRET - len(received[sock]))
-                except OSError:
-                    data = b""
-                received[sock] += data
-                if data and len(received[sock]) < _SECRET:
+                text = received[sock]
+                with suppress(OSError):
+                    received[sock] += sock.recv(_SECRET - len(text))
+                if len(text) < len(received[sock]) < _SECRET:
                     continue
                 selector.unregister(sock)
-                for secret, peer in expected.items():
-                    if compare_digest(received[sock], secret) and peer not in made:
-                        made[peer] = sock
+                peer = next((one for secret, one in expected.items() if compare_digest(received[sock], secret)), None)
+                if peer is None or peer in made:
+                    sock.close()
+                else:
+                    made[peer] = sock
     return made
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Set the options of a connection. The control network detects the loss of a host. The kernel must not end a
+    connection because the program at the other end is stopped, or computes, and does not read."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

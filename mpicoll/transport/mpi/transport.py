@@ -19,7 +19,7 @@ from mpicoll.transport.group_facts import GroupFacts
 from mpicoll.transport.mpi.comm_facts import draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing, may_call_unlocked
-from mpicoll.transport.mpi.native import INT_MAX, MpiNative, buffer_spec
+from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
 from mpicoll.wording import rank_list
@@ -38,10 +38,6 @@ of schedules. No rank receives from any source or with any tag there."""
 
 _GATHER_TAGS = 1 << 15
 """Above the tags of collectives."""
-
-
-_LARGEST = 64 * INT_MAX
-"""Bytes of the largest message of which the pieces, 64 at most, have no more than INT_MAX."""
 
 
 class MpiTransport(MessagePassing):
@@ -84,8 +80,6 @@ class MpiTransport(MessagePassing):
 
     def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
         if not may_call_unlocked():
-            return None
-        if max(one.nbytes for one in memory) > _LARGEST:  # so may be a message, and its pieces too large for MPI
             return None
         from mpicoll.transport.mpi.program import make_program  # few jobs need it
 

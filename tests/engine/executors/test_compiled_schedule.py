@@ -35,7 +35,7 @@ def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         transport = mpicoll.world()._core.transport
         monkeypatch.setattr(transport, "nodes", tuple(range(transport.size)))
-        connections.allow_connections("127.0.0.1", 7.0)
+        connections.allow_connections("127.0.0.1")
         yield request.param
         connections._address.clear()
         if transport._connections is not None:

@@ -133,11 +133,11 @@ class _End:
         own.setblocking(False)
         self.other.settimeout(10)
         self.memory = np.zeros(8)
-        self._numbers, self._connection = numbers, Connection(own.detach())
+        self._numbers, self.connection = numbers, Connection(own.detach())
         self.program = self.make_program()
 
     def make_program(self) -> StreamedProgram:
-        return _make_program([(1, self._connection)], self._numbers, self.memory, "")
+        return _make_program([(1, self.connection)], self._numbers, self.memory, "")
 
 
 @pytest.fixture
@@ -216,16 +216,28 @@ def test_connections_that_are_lost_or_carry_something_else(make_end: Callable[[a
     programs = [end.program for end in ends]
     for number, program in enumerate(programs):
         program.start(number)
+    # A rank that has sent all it had to may close its connection, while another one is late.
+    early, late = make_end(RECEIVE), make_end(RECEIVE)
+    both = array("q", (2, 0, 0, 1, 0, 2, 0, -1, 1, 1, 0, 0, 32, 0, 1, 0, 1, 0, -1, 1, 1, 0, 32, 64))
+    survivor = _make_program([(1, early.connection), (2, late.connection)], both, early.memory, "")
+    survivor.start(9)
+    early.other.sendall(_frame(MESSAGE, 9, 32, np.full(4, 1.0).tobytes()))
+    early.other.close()
     ends[0].other.close()
     ends[1].other.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
     ends[2].other.sendall(_frame(CREDIT, 2, 1 << 40))
     ends[3].other.sendall(_frame(MESSAGE, 1 << 15, 64))
-    assert not programs[0].run(0.5, tuple(programs[1:]))  # the death of the rank would be reported meanwhile
+    assert not programs[0].run(0.5, (*programs[1:], survivor))  # the death of the rank would be reported meanwhile
     failures = []
     for program in programs:
-        assert program.run(20.0, ())
+        assert program.run(20.0, (survivor,))
         assert program.failure is not None
         failures.append(program.failure[:2])
     assert failures[0][0] < 0
     assert {peer for _, peer in failures} == {1}
     assert failures[1] == failures[2] == failures[3]
+    assert not survivor.run(0.05, ())
+    late.other.sendall(_frame(MESSAGE, 9, 32, np.full(4, 2.0).tobytes()))
+    assert survivor.run(10.0, ())
+    assert survivor.failure is None
+    np.testing.assert_array_equal(early.memory, np.repeat([2.0, 1.0], 4))

@@ -28,7 +28,7 @@ def comm() -> Iterator[mpicoll.Communicator]:
     made = mpicoll.world().split(0)
     transport: Any = made._core.transport
     transport.nodes = tuple(range(made.size))
-    connections.allow_connections("127.0.0.1", 7.0)
+    connections.allow_connections("127.0.0.1")
     yield made
     connections._address.clear()
     if not made._core.freed:
@@ -68,7 +68,7 @@ def test_mpi_carries_the_messages_of_a_rank_that_can_not_connect(
     if rank == apart and what == "listens":
         monkeypatch.setattr(connections, "_listen", lambda *_: None)
     elif rank == apart and what == "connects":
-        monkeypatch.setattr(connections, "start_connecting", lambda *_: 111)
+        monkeypatch.setattr(connections, "connecting_error", lambda _: 111)
     elif rank == apart:
         dial = connections._dial
         wrong = bytes(connections._SECRET)
@@ -109,6 +109,8 @@ def test_strangers_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - begin < 10
         thread.join()
         assert list(made) == [3]
+        # The kernel waits for a rank that is stopped, as long as its host answers.
+        assert made[3].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         right.sendall(b"!")
         made[3].setblocking(True)
         assert made[3].recv(10) == b"!"
@@ -124,3 +126,28 @@ def test_a_lost_connection(comm: mpicoll.Communicator) -> None:
             connection.close()
     with pytest.raises(mpicoll.CommunicationError, match=r"connection with rank \d was lost .*MPICOLL_SOCKETS=off"):
         _reduce(comm, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_exception_in_the_last_step_of_connecting(
+    comm: mpicoll.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 has no connection then: the next call fails at both ends, and none waits."""
+    from mpicoll.transport.mpi import connections
+
+    if comm.size != 2:
+        return
+    exchange, calls = connections._exchange, []
+
+    def exchange_and_fail(*arguments: Any) -> Any:
+        calls.append(exchange(*arguments))
+        if len(calls) == 3 and comm.rank == 0:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(connections, "_exchange", exchange_and_fail)
+    for _ in range(2):
+        with pytest.raises((KeyboardInterrupt, mpicoll.CommunicationError)):
+            _reduce(comm, 9)
+    assert len(calls) == 3
