@@ -44,7 +44,7 @@ enum {
 static const int64_t LOSS_TIME = 5000000000;
 
 /* Numbers that a plan has for each thing. */
-enum { HEAD_NUMBERS = 2, STEP_NUMBERS = 3, PART_NUMBERS = 5, RUN_NUMBERS = 3, LOCAL_NUMBERS = 2 + 2 * RUN_NUMBERS };
+enum { HEAD_NUMBERS = 3, STEP_NUMBERS = 3, PART_NUMBERS = 5, RUN_NUMBERS = 4, LOCAL_NUMBERS = 2 + 2 * RUN_NUMBERS };
 
 /* A copy of `left`, or a combination of both, which are in the order of ranks. */
 typedef struct {
@@ -89,12 +89,13 @@ typedef struct {
     int first_sends;   /* posted to a rank at a time first */
     size_t most_bytes; /* of these later */
     double nap_share;  /* of the time of a step: between two looks */
+    Action *first; /* copies before all steps */
     Action *before, *after;
     Message *recvs, *sends;
     Step *steps;
     Lane *lanes;
     char **packed; /* memory for messages that lie in several places */
-    int before_count, after_count, recv_count, send_count, step_count, lane_count, packed_count;
+    int first_count, before_count, after_count, recv_count, send_count, step_count, lane_count, packed_count;
     int at, begun;  /* steps that have ended, and begun */
     int mpi_posted; /* messages that MPI has, and that have not completed */
     int64_t begin;
@@ -133,16 +134,24 @@ static void *append(void *array, int *count, size_t width)
 
 static bool has_numbers(const Plan *plan, int64_t count) { return count >= 0 && plan->end - plan->next >= count; }
 
-/* Read the place of some bytes. Returns NULL if there is no such place. */
-static char *read_run(Plan *plan, size_t *nbytes)
+static char *find_place(const Plan *plan, int64_t region, int64_t begin, int64_t end)
+{
+    if (region < 0 || region >= plan->region_count || begin < 0 || end < begin ||
+        (uint64_t)end > plan->region_bytes[region])
+        return NULL;
+    return plan->regions[region] + begin;
+}
+
+/* Read the place of some bytes, and that of the operand there, which may be in another region. Returns NULL if there is
+ * no such place. */
+static char *read_run(Plan *plan, size_t *nbytes, const char **operand)
 {
     const int64_t *run = plan->next;
     plan->next += RUN_NUMBERS;
-    if (run[0] < 0 || run[0] >= plan->region_count || run[1] < 0 || run[2] < run[1] ||
-        (uint64_t)run[2] > plan->region_bytes[run[0]])
-        return NULL;
+    char *place = find_place(plan, run[0], run[1], run[2]);
+    *operand = find_place(plan, run[3], run[1], run[2]);
     *nbytes = (size_t)(run[2] - run[1]);
-    return plan->regions[run[0]] + run[1];
+    return *operand == NULL ? NULL : place;
 }
 
 /* Return the connection with a rank, or NULL. */
@@ -204,7 +213,8 @@ static bool read_part(Program *one, Plan *plan, int step)
     size_t total = 0;
     for (int64_t i = 0; i < runs; i++) {
         size_t nbytes = 0;
-        char *place = read_run(plan, &nbytes);
+        const char *operand;
+        char *place = read_run(plan, &nbytes, &operand);
         if (place == NULL || total + nbytes > INT_MAX)
             return false;
         bool added = true;
@@ -214,7 +224,7 @@ static bool read_part(Program *one, Plan *plan, int step)
             const char *arrived = one->incoming + incoming + total;
             const bool is_left = sends < 0;
             added = add_action(one, false,
-                               (Action){place, is_left ? arrived : place, is_left ? place : arrived, nbytes});
+                               (Action){place, is_left ? arrived : operand, is_left ? operand : arrived, nbytes});
         } else if (packed != NULL) {
             added = sends > 0 ? add_action(one, true, (Action){packed + total, place, NULL, nbytes})
                               : add_action(one, false, (Action){place, packed + total, NULL, nbytes});
@@ -255,14 +265,29 @@ static bool read_local(Program *one, Plan *plan)
     const bool combines = plan->next[0] != 0, source_left = plan->next[1] != 0;
     plan->next += 2;
     size_t nbytes = 0, same = 0;
-    const char *source = read_run(plan, &nbytes);
-    char *target = read_run(plan, &same);
+    const char *operand;
+    const char *source = read_run(plan, &nbytes, &operand);
+    char *target = read_run(plan, &same, &operand);
     if (source == NULL || target == NULL || same != nbytes || (combines && one->kernel == NULL))
         return false;
     if (!combines)
         return add_action(one, false, (Action){target, source, NULL, nbytes});
     return add_action(one, false,
                       (Action){target, source_left ? source : target, source_left ? target : source, nbytes});
+}
+
+/* Read a copy before all steps, of what lies at the same place of another region. */
+static bool read_first_copy(Program *one, Plan *plan)
+{
+    if (!has_numbers(plan, RUN_NUMBERS))
+        return false;
+    size_t nbytes = 0;
+    const char *source;
+    char *target = read_run(plan, &nbytes, &source);
+    Action *made = target == NULL ? NULL : append(&one->first, &one->first_count, sizeof *made);
+    if (made != NULL)
+        *made = (Action){target, source, NULL, nbytes};
+    return made != NULL;
 }
 
 static bool read_step(Program *one, Plan *plan)
@@ -593,6 +618,7 @@ static void free_program(Program *one)
     free(one->steps);
     free(one->sends);
     free(one->recvs);
+    free(one->first);
     free(one->before);
     free(one->after);
     free(one->incoming);
@@ -636,11 +662,13 @@ static int read_plan(Program *one, const Py_buffer *numbers, PyObject *regions)
     Plan plan = {first, first + (size_t)numbers->len / sizeof *first, places, sizes, count};
     valid = valid && has_numbers(&plan, HEAD_NUMBERS) && first[1] >= 0;
     if (valid) {
-        const int64_t steps = first[0];
+        const int64_t steps = first[0], copies = first[2];
         one->incoming_bytes = (size_t)first[1];
         one->incoming = malloc(one->incoming_bytes + 1);
         valid = one->incoming != NULL;
         plan.next += HEAD_NUMBERS;
+        for (int64_t i = 0; i < copies && valid; i++)
+            valid = read_first_copy(one, &plan);
         for (int64_t i = 0; i < steps && valid; i++)
             valid = read_step(one, &plan);
         valid = valid && plan.next == plan.end;
@@ -710,6 +738,7 @@ static PyObject *start_program(PyObject *self, PyObject *argument)
     }
     Py_BEGIN_ALLOW_THREADS
     one->begin = read_nanoseconds(CLOCK_MONOTONIC);
+    act(one, one->first, one->first + one->first_count);
     begin_steps(one);
     advance(one); /* leaves what connections take at once; with no steps, it ends the run */
     Py_END_ALLOW_THREADS

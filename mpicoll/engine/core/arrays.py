@@ -181,6 +181,16 @@ class CollectiveArrays:
         if self._place is not None:
             self._place[...] = self.source
 
+    def find_unplaced(self, regions: Sequence[Region]) -> Array | None:
+        """Return the input if it is to be placed in all of the memory of a schedule, a single region, and may be read
+        instead; None otherwise."""
+        source, placed = self.source, self._place
+        if source is None or placed is None or len(regions) != 1 or not isinstance(source, np.ndarray):
+            return None
+        memory = regions[0].array
+        same = _same(placed, memory) and source.dtype == memory.dtype and source.size == memory.size
+        return source if same and source.flags.c_contiguous else None
+
     def take(self) -> None:
         """Copy the output from the memory of the schedule, after a run."""
         if self._result is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class BoundRound:
 class BoundSchedule:
     """Schedule bound to memory. It may be run any number of times; each run reads and writes that memory."""
 
+    reads_input: ClassVar[bool] = False
     schedule: Schedule
     steps: list[BoundRound]
     at: int = 0

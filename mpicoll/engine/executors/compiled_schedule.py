@@ -41,8 +41,12 @@ class CompiledSchedule:
         lay_out_steps: Callable[[], Sequence[Step]],
         program: Program,
         make: Callable[[], Program | None],
+        *,
+        reads_input: bool,
     ) -> None:
         self.schedule = schedule
+        self.reads_input = reads_input
+        """True if the input is read where the caller has it, and need not be placed in the memory of the schedule."""
         self.program = program
         self._lay_out_steps = lay_out_steps
         self._make = make
@@ -97,21 +101,30 @@ def compile_schedule(
     schedule: Schedule,
     regions: Sequence[Region],
     reduction: Reduction | None,
+    source: Array | None = None,
     *,
     everywhere: bool = False,
 ) -> CompiledSchedule | None:
     """Return a schedule bound to memory; None if the extension can't carry it out: without MPI, in fault-tolerant jobs,
-    and with functions of Python. With `everywhere`, all ranks do this, whatever the sizes of their messages.
+    and with functions of Python.
+
+    `source` is the input, if it has yet to be placed in the memory of the schedule, a single region. With `everywhere`,
+    all ranks do this, whatever the sizes of their messages.
     """
     fused = ("", "") if reduction is None else Fold(reduction).fused
     if fused is None:
         return None
     itemsize = regions[0].array.itemsize
     offsets = tuple(tuple(region.offsets) for region in regions)
+    reads_input = source is not None and not any(one.then for one in schedule.rounds)
+    memory = [region.array for region in regions]
+    if reads_input:
+        assert source is not None
+        memory.append(source)
 
     def make_plan() -> ProgramPlan:
         return ProgramPlan(
-            *make_numbers(schedule, offsets, itemsize, everywhere),
+            *make_numbers(schedule, offsets, itemsize, everywhere, reads_input),
             *fused,
             itemsize,
             streamed.FIRST_SENDS,
@@ -119,58 +132,111 @@ def compile_schedule(
             streamed.NAP_SHARE,
         )
 
-    make = partial(maker.make_program, make_plan, [region.array for region in regions])
+    make = partial(maker.make_program, make_plan, memory)
     program = make()
     if program is None:
         return None
-    return CompiledSchedule(schedule, partial(lay_out, schedule, offsets, itemsize), program, make)
+    lay_out_steps = partial(lay_out, schedule, offsets, itemsize)
+    return CompiledSchedule(schedule, lay_out_steps, program, make, reads_input=reads_input)
 
 
 @lru_cache(maxsize=64)
 def make_numbers(
-    schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int, everywhere: bool
+    schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int, everywhere: bool, reads_input: bool
 ) -> tuple[tuple[int, ...], array[int]]:
     """Return the ranks with which connections may be used, and the numbers of a plan, as
     :class:`mpicoll._shm.StreamedProgram` takes them. Calls of one kind share them: making them takes longer than a
     piece travels.
 
     Both ends of a message must take the same way. A rank that has no large messages carries out its part with MPI, so
-    only those that are cut may go over connections, unless all ranks do the same `everywhere`.
+    only those that are cut may go over connections, unless all ranks do the same `everywhere`. If it `reads_input`, the
+    region after the last one is the input, which the elements that no step has written yet are read from.
     """
     steps = lay_out(schedule, offsets, itemsize)
     chunks = ChunkMap(offsets)
     ends = [part.incoming[2] for step in steps for part in step.parts if part.incoming is not None]
-    plan = array("q", (len(steps), max(ends, default=0) * itemsize))
+    unwritten = _Unwritten([(0, offsets[0][-1])] if reads_input else [])
+    body = array("q")
     for step in steps:
         local = schedule.rounds[step.round].then if step.local else ()
         local = tuple(one for one in local if not _is_empty(chunks.find(one.dst)))
-        plan.extend((step.needs, len(step.parts), len(local)))
+        body.extend((step.needs, len(step.parts), len(local)))
+        # What is sent was written in earlier steps. What arrives is combined in order, also with results of this one.
+        before = unwritten.copy()
         for part in step.parts:
-            _add_part(plan, part, schedule.rank, itemsize, everywhere or part.cut)
+            _add_part(body, part, schedule.rank, itemsize, everywhere or part.cut, before if part.sends else unwritten)
+            if not part.sends:
+                unwritten.remove(part.runs)
         for one in local:
-            _add_local(plan, one, chunks, itemsize)
+            _add_local(body, one, chunks, itemsize)
+    # What no step writes may be part of the result.
+    plan = array("q", (len(steps), max(ends, default=0) * itemsize, len(unwritten.extents)))
+    for start, stop in unwritten.extents:
+        _add_run(plan, (0, start, stop), itemsize, _INPUT)
+    plan += body
     peers = {part.peer for step in steps for part in step.parts if everywhere or part.cut}
     return tuple(sorted(peers)), plan
 
 
-def _add_part(plan: array[int], part: Part, rank: int, itemsize: int, may_use_connection: bool) -> None:
+_INPUT = 1
+"""The region of the input, where the memory of the schedule is a single region."""
+
+
+class _Unwritten:
+    """The elements of a vector that no step has written: `extents`, in order."""
+
+    def __init__(self, extents: list[tuple[int, int]]) -> None:
+        self.extents = extents
+
+    def copy(self) -> _Unwritten:
+        return _Unwritten(self.extents)
+
+    def cut(self, runs: Sequence[Extent]) -> list[tuple[Extent, int]]:
+        """Return `runs`, cut so that each is written or not, with the regions that they are read from."""
+        pieces: list[tuple[Extent, int]] = []
+        for region, start, stop in runs:
+            at = start
+            for begin, end in self.extents:
+                first, last = max(begin, at), min(end, stop)
+                if first < last:
+                    if at < first:
+                        pieces.append(((region, at, first), region))
+                    pieces.append(((region, first, last), _INPUT))
+                    at = last
+            if at < stop or start == stop:
+                pieces.append(((region, at, stop), region))
+        return pieces
+
+    def remove(self, runs: Sequence[Extent]) -> None:
+        for _, start, stop in runs:
+            kept = []
+            for begin, end in self.extents:
+                kept += [one for one in ((begin, min(end, start)), (max(begin, stop), end)) if one[0] < one[1]]
+            self.extents = kept
+
+
+def _add_part(
+    plan: array[int], part: Part, rank: int, itemsize: int, may_use_connection: bool, unwritten: _Unwritten
+) -> None:
     is_left = part.incoming is not None and part.peer < rank
     incoming = -1 if part.incoming is None else part.incoming[1] * itemsize
-    plan.extend((part.peer, 1 if part.sends else -1 if is_left else 0, incoming, len(part.runs), may_use_connection))
-    for run in part.runs:
-        _add_run(plan, run, itemsize)
+    reads = part.sends or part.incoming is not None
+    runs = unwritten.cut(part.runs) if reads else [(run, run[0]) for run in part.runs]
+    plan.extend((part.peer, 1 if part.sends else -1 if is_left else 0, incoming, len(runs), may_use_connection))
+    for (region, start, stop), operand in runs:
+        _add_run(plan, (operand if part.sends else region, start, stop), itemsize, operand)
 
 
 def _add_local(plan: array[int], local: Local, chunks: ChunkMap, itemsize: int) -> None:
     copies = isinstance(local, Copy)
     plan.extend((0 if copies else 1, 0 if isinstance(local, Copy) or local.src_right else 1))
-    _add_run(plan, chunks.find(local.src), itemsize)
-    _add_run(plan, chunks.find(local.dst), itemsize)
+    for extent in (chunks.find(local.src), chunks.find(local.dst)):
+        _add_run(plan, extent, itemsize, extent[0])
 
 
-def _add_run(plan: array[int], run: Extent, itemsize: int) -> None:
+def _add_run(plan: array[int], run: Extent, itemsize: int, operand: int) -> None:
     region, start, stop = run
-    plan.extend((region, start * itemsize, stop * itemsize))
+    plan.extend((region, start * itemsize, stop * itemsize, operand))
 
 
 def _is_empty(extent: Extent) -> bool:

@@ -70,7 +70,8 @@ class ScheduledOperation:
         self._tag = self._comm.next_tag()
         program = self._bound or self._bind()
         self._arrays.load()
-        self._arrays.place()
+        if not program.reads_input:
+            self._arrays.place()
         self.running = program
         if isinstance(program, BoundSchedule):
             return
@@ -127,7 +128,10 @@ class ScheduledOperation:
 
             if self._streamed or has_large_messages(self._schedule, regions):
                 reduction, transport = self._arrays.reduction, self._comm.transport
-                compiled = compile_schedule(transport, self._schedule, regions, reduction, everywhere=self._streamed)
+                source = self._arrays.find_unplaced(regions)
+                compiled = compile_schedule(
+                    transport, self._schedule, regions, reduction, source, everywhere=self._streamed
+                )
                 return compiled or StreamedSchedule(self._schedule, regions, self._combine, transport)
         return bind(self._schedule, regions, self._combine)
 

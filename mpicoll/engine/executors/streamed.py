@@ -97,6 +97,8 @@ class _Outgoing:
 class StreamedSchedule:
     """Schedule bound to memory, in pieces. It may be run any number of times, one after the other."""
 
+    reads_input = False
+
     def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None, poster: Poster) -> None:
         self.schedule = schedule
         self._poster = poster

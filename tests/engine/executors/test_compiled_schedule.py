@@ -120,6 +120,34 @@ def test_the_same_bits_as_in_python(
         assert tiny.count(CompiledSchedule) == tiny.count(StreamedSchedule) > 0
 
 
+@pytest.mark.usefixtures("tiny", "carrier")
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [pair for pair in PAIRS if pair[0] in ("allreduce", "reduce", "reduce_scatter", "scan")],
+)
+def test_the_input_is_read_where_it_lies(collective: str, algorithm: str) -> None:
+    """It does not change, and what no message concerns reaches the output."""
+    world = mpicoll.world()
+    rank, size = world.rank, world.size
+    inputs = [np.random.default_rng(one).integers(0, 99, 501 * size).astype(np.float64) for one in range(size)]
+    x = inputs[rank].copy()
+    root = {"root": size - 1} if collective == "reduce" else {}
+    out = np.full(501 if collective == "reduce_scatter" else x.size, -1.0)
+    if root and rank != size - 1:
+        out = None  # type: ignore[assignment]
+    try:
+        got = getattr(mpicoll, collective)(x, "sum", algorithm=algorithm, out=out, **root)
+    except mpicoll.AlgorithmError:
+        pytest.skip("not for this number of ranks")
+    np.testing.assert_array_equal(x, inputs[rank])
+    total = np.sum(inputs[: rank + 1] if collective == "scan" else inputs, axis=0)
+    if collective == "reduce_scatter":
+        total = total[501 * rank : 501 * (rank + 1)]
+    if out is not None:
+        np.testing.assert_array_equal(got, total)
+        assert got is out
+
+
 @pytest.mark.usefixtures("tiny")
 def test_blocks_of_uneven_sizes() -> None:
     world = mpicoll.world()
@@ -255,26 +283,28 @@ def test_invalid_plans() -> None:
             0, (), (x.ctypes.data, x.nbytes), array("q", numbers), op, "float64", itemsize, 1, 0, 0.1
         )
 
-    assert make(0, 0).at == 0
-    assert make(1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 64).failure is None
+    assert make(0, 0, 0).at == 0
+    assert make(1, 0, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 64, 0).failure is None
     invalid = [
         (),
-        (1, 0),
-        (1, 0, 1, 0, 0),  # a step that needs itself
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 1, 0, 8),  # no such region
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 72),  # past its end
-        (1, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 8, 0),
-        (1, 0, 0, 1, 0, -1, 1, -1, 1, 0, 0, 0, 8),  # no rank
-        (1, 8, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 8),  # to be reduced without a reduction
-        (1, 0, 0, 0, 1, 0, 0, 0, 0, 8, 0, 0, 16),  # a copy between places of different sizes
-        (0, 0, 0),  # more than the plan
+        (1, 0, 0),
+        (1, 0, 0, 1, 0, 0),  # a step that needs itself
+        (1, 0, 0, 0, 1, 0, 0, 1, -1, 1, 0, 1, 0, 8, 1),  # no such region
+        (1, 0, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 8, 1),  # nor for the operand
+        (1, 0, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 0, 72, 0),  # past its end
+        (1, 0, 0, 0, 1, 0, 0, 1, -1, 1, 0, 0, 8, 0, 0),
+        (1, 0, 0, 0, 1, 0, -1, 1, -1, 1, 0, 0, 0, 8, 0),  # no rank
+        (1, 8, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 8, 0),  # to be reduced without a reduction
+        (1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 8, 0, 0, 0, 16, 0),  # a copy between places of different sizes
+        (0, 0, 1, 0, 0, 72, 0),  # a copy before all steps, past the end
+        (0, 0, 0, 0),  # more than the plan
     ]
     for numbers in invalid:
         with pytest.raises(ValueError, match="plan"):
             make(*numbers)
     with pytest.raises(ValueError, match="plan"):
-        make(1, 8, 0, 1, 0, 0, 0, 8, 1, 0, 0, 0, 8, op="sum")  # past the memory for what arrives
+        make(1, 8, 0, 0, 1, 0, 0, 0, 8, 1, 0, 0, 0, 8, 0, op="sum")  # past the memory for what arrives
     with pytest.raises(ValueError, match="invalid arguments"):
-        make(0, 0, op="unknown")
+        make(0, 0, 0, op="unknown")
     with pytest.raises(ValueError, match="invalid arguments"):
-        make(0, 0, itemsize=0)
+        make(0, 0, 0, itemsize=0)

@@ -100,7 +100,7 @@ def test_sums_of_several_programs_at_a_time(name: str, size: int) -> None:
             counts = np.full(schedule.chunks, one.size // schedule.chunks)
             counts[: one.size % schedule.chunks] += 1
             offsets = (tuple(displacements(counts.tolist())),)
-            _, numbers = make_numbers(schedule, offsets, 8, True)
+            _, numbers = make_numbers(schedule, offsets, 8, True, False)
             programs.append(_make_program(connections[rank], numbers, one))
         threads.append(_Thread(programs, (1 << 15) - 2))
     for thread in threads:
@@ -117,10 +117,10 @@ def test_sums_of_several_programs_at_a_time(name: str, size: int) -> None:
 # --- what the other end does
 
 
-RECEIVE = array("q", (1, 0, 0, 1, 0, 1, 0, -1, 1, 1, 0, 0, 64))
+RECEIVE = array("q", (1, 0, 0, 0, 1, 0, 1, 0, -1, 1, 1, 0, 0, 64, 0))
 """A plan: 64 bytes from rank 1, over the connection."""
 
-SEND = array("q", (1, 0, 0, 1, 0, 1, 1, -1, 1, 1, 0, 0, 64))
+SEND = array("q", (1, 0, 0, 0, 1, 0, 1, 1, -1, 1, 1, 0, 0, 64, 0))
 
 
 class _End:
@@ -218,7 +218,7 @@ def test_connections_that_are_lost_or_carry_something_else(make_end: Callable[[a
         program.start(number)
     # A rank that has sent all it had to may close its connection, while another one is late.
     early, late = make_end(RECEIVE), make_end(RECEIVE)
-    both = array("q", (2, 0, 0, 1, 0, 2, 0, -1, 1, 1, 0, 0, 32, 0, 1, 0, 1, 0, -1, 1, 1, 0, 32, 64))
+    both = array("q", (2, 0, 0, 0, 1, 0, 2, 0, -1, 1, 1, 0, 0, 32, 0, 0, 1, 0, 1, 0, -1, 1, 1, 0, 32, 64, 0))
     survivor = _make_program([(1, early.connection), (2, late.connection)], both, early.memory, "")
     survivor.start(9)
     early.other.sendall(_frame(MESSAGE, 9, 32, np.full(4, 1.0).tobytes()))
