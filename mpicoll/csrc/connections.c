@@ -60,7 +60,7 @@ struct Connection {
     size_t header_sent, body_sent;
     Transfer *body; /* of the frame, which is its first message; NULL: credits */
     bool sending;
-    Transfer *first_send, *last_send;
+    TransferQueue sends;
     /* What is being received: a header, or the bytes that follow it. */
     Header in;
     size_t header_read;
@@ -137,32 +137,30 @@ void close_stream(Stream *stream)
     *place = stream->next;
 }
 
+static void append(TransferQueue *queue, Transfer *transfer)
+{
+    transfer->done = false;
+    transfer->next = NULL;
+    if (queue->first == NULL)
+        queue->first = transfer;
+    else
+        queue->last->next = transfer;
+    queue->last = transfer;
+}
+
 bool post_send(Stream *stream, Transfer *transfer)
 {
     if (stream->credits == 0)
         return false;
     stream->credits--;
-    Connection *connection = stream->connection;
-    transfer->done = false;
     transfer->tag = stream->tag;
-    transfer->next = NULL;
-    if (connection->first_send == NULL)
-        connection->first_send = transfer;
-    else
-        connection->last_send->next = transfer;
-    connection->last_send = transfer;
+    append(&stream->connection->sends, transfer);
     return true;
 }
 
 void post_receive(Stream *stream, Transfer *transfer)
 {
-    transfer->done = false;
-    transfer->next = NULL;
-    if (stream->first_recv == NULL)
-        stream->first_recv = transfer;
-    else
-        stream->last_recv->next = transfer;
-    stream->last_recv = transfer;
+    append(&stream->recvs, transfer);
     stream->owed++;
 }
 
@@ -187,7 +185,7 @@ static bool begin_frame(Connection *connection)
         connection->body = NULL;
         return true;
     }
-    connection->body = connection->first_send;
+    connection->body = connection->sends.first;
     if (connection->body == NULL)
         return false;
     connection->out = (Header){MESSAGE, connection->body->tag, connection->body->nbytes};
@@ -198,7 +196,7 @@ static void end_frame(Connection *connection)
 {
     connection->sending = false;
     if (connection->body != NULL) {
-        connection->first_send = connection->body->next;
+        connection->sends.first = connection->body->next;
         connection->body->done = true;
     }
 }
@@ -260,9 +258,9 @@ static void take_header(Connection *connection)
             add_early(connection, header.tag, (int64_t)header.count);
     } else {
         connection->body_left = header.count;
-        Transfer *transfer = stream == NULL ? NULL : stream->first_recv;
+        Transfer *transfer = stream == NULL ? NULL : stream->recvs.first;
         if (transfer != NULL) {
-            stream->first_recv = transfer->next;
+            stream->recvs.first = transfer->next;
             transfer->arrived = header.count;
             connection->arriving = transfer;
             connection->arriving_on = stream;
@@ -337,7 +335,7 @@ int find_connection_events(const Connection *connection, short *events)
 {
     *events = POLLIN;
     /* Also of a program that has posted more after the connection was driven. */
-    if (connection->sending || connection->first_send != NULL || find_owing(connection) != NULL)
+    if (connection->sending || connection->sends.first != NULL || find_owing(connection) != NULL)
         *events |= POLLOUT;
     return connection->error == 0 ? connection->fd : -1;
 }

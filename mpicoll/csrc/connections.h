@@ -20,13 +20,18 @@ typedef struct Transfer {
     struct Transfer *next;
 } Transfer;
 
+/* Messages in order. */
+typedef struct {
+    Transfer *first, *last;
+} TransferQueue;
+
 /* The messages of a program over a connection, in order. */
 typedef struct Stream {
     Connection *connection;
     int tag;
     int64_t credits; /* messages that the other end has memory for, and that have not been sent */
     int owed;        /* of those received, not announced to it */
-    Transfer *first_recv, *last_recv;
+    TransferQueue recvs;
     bool is_open;
     struct Stream *next;
 } Stream;

@@ -6,7 +6,8 @@
  *
  * What is to be done comes as a plan, numbers of 64 bits that don't depend on the memory: for each step the steps that
  * must have ended before it, and its parts, a message each, with the memory that they are sent from or received into,
- * as regions and bytes in these. The messages are those of the Python executor: a rank of a job may use either where
+ * as regions and bytes in these, and the region that operands are read from: it is that of the caller's input until a
+ * step has written there. The messages are those of the Python executor: a rank of a job may use either where
  * MPI moves all of them. Some go over connections of their own instead, see connections.c. */
 
 #define PY_SSIZE_T_CLEAN
@@ -740,7 +741,7 @@ static PyObject *start_program(PyObject *self, PyObject *argument)
     one->begin = read_nanoseconds(CLOCK_MONOTONIC);
     act(one, one->first, one->first + one->first_count);
     begin_steps(one);
-    advance(one); /* leaves what connections take at once; with no steps, it ends the run */
+    advance(one); /* connections take what they can at once */
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -245,11 +245,10 @@ def _connect(
 
 def _may_connect() -> bool:
     """Return True if this rank can use connections for messages, where MPI would use TCP too."""
-    from mpicoll.transport.mpi.direct_messages import find_functions
-    from mpicoll.transport.mpi.messages import may_call_unlocked
+    from mpicoll.transport.mpi.program import can_run_programs
     from mpicoll.transport.mpi_interfaces import has_rdma_devices
 
-    return config().sockets == "auto" and may_call_unlocked() and not has_rdma_devices() and find_functions()
+    return config().sockets == "auto" and not has_rdma_devices() and can_run_programs()
 
 
 def _exchange_by(transport: Transport) -> Exchange:

@@ -116,11 +116,10 @@ def compile_schedule(
         return None
     itemsize = regions[0].array.itemsize
     offsets = tuple(tuple(region.offsets) for region in regions)
-    reads_input = source is not None and not any(one.then for one in schedule.rounds)
-    memory = [region.array for region in regions]
-    if reads_input:
-        assert source is not None
-        memory.append(source)
+    if any(one.then for one in schedule.rounds):
+        source = None  # what these local steps read has to be placed
+    reads_input = source is not None
+    memory = [*(region.array for region in regions), *([] if source is None else [source])]
 
     def make_plan() -> ProgramPlan:
         return ProgramPlan(

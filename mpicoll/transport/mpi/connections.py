@@ -131,9 +131,7 @@ def _make_closed() -> Connection:
     """Return a connection that was lost."""
     from mpicoll._shm import Connection
 
-    one, other = socket.socketpair()
-    other.close()
-    connection = Connection(one.detach())
+    connection = Connection(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     connection.close()
     return connection
 

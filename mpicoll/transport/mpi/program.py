@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
 from mpicoll.transport.base import Memory, ProgramPlan
 from mpicoll.transport.mpi.direct_messages import find_functions
+from mpicoll.transport.mpi.messages import may_call_unlocked
 
 if TYPE_CHECKING:
     from mpicoll._shm import Connection, StreamedProgram
@@ -84,8 +85,7 @@ class MpiProgram:
         return ended
 
 
-def make_program(
-    endpoint: _Endpoint, comm: MPI.Intracomm, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]
-) -> MpiProgram | None:
-    """Return what carries out a plan on `memory` over `comm`; None if the extension can't call MPI."""
-    return MpiProgram(endpoint, comm, make_plan(), memory) if find_functions() else None
+def can_run_programs() -> bool:
+    """Return True if the extension carries out schedules in this process. Equal on all ranks of a job that has
+    connections: both ends of a message then take the same way."""
+    return may_call_unlocked() and find_functions()

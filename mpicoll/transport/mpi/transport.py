@@ -18,7 +18,7 @@ from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
 from mpicoll.transport.group_facts import GroupFacts
 from mpicoll.transport.mpi.comm_facts import draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
-from mpicoll.transport.mpi.messages import MessagePassing, may_call_unlocked
+from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
@@ -79,11 +79,9 @@ class MpiTransport(MessagePassing):
         return reductions.find_defect(self._facts.defects, op, dtype)
 
     def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
-        if not may_call_unlocked():
-            return None
-        from mpicoll.transport.mpi.program import make_program  # few jobs need it
+        from mpicoll.transport.mpi.program import MpiProgram, can_run_programs  # few jobs need it
 
-        return make_program(self, self._collective, make_plan, memory)
+        return MpiProgram(self, self._collective, make_plan(), memory) if can_run_programs() else None
 
     def get_connections(self, peers: Collection[int], tag: int) -> tuple[int | Connection, ...]:
         """As :meth:`mpicoll.transport.mpi.connections.Connections.get`."""
