@@ -13,23 +13,36 @@ color=--color=$([[ -t 1 ]] && echo yes || echo no)
 broken=() # the stages that failed
 unsteady=() # tests that failed, and passed when run once more
 most_retried=10 # tests of a stage: more failures are no chance
+cut_short=() # the stages without a report of pytest that have failed
+most_repeated=8 # last lines of their output, which `sum_up` repeats
 
 # stage NAME SECONDS COMMAND...: run a command with a bound on its time, and say how it ended. If `beside` has started
 # the command, wait for its end, and show the output.
 stage() {
-    local name=$1 limit=$2 begin=$SECONDS status=0
+    local name=$1 limit=$2 log=$results/${1//\//_}.log begin=$SECONDS status=0 output shown=
     shift 2
     printf '\n=== %s\n' "$name"
     if [[ -n ${started[$name]:-} ]]; then
         child=${started[$name]}
     else
         # In the background, because bash would handle Ctrl-C only after a command in the foreground.
-        timeout --kill-after=10 "$limit" "$@" </dev/null &
+        exec {output}> >(exec tee "$log")
+        shown=$!
+        timeout --kill-after=10 "$limit" "$@" </dev/null >&"$output" 2>&1 &
         child=$!
+        exec {output}>&-
     fi
     wait "$child" || status=$?
+    if [[ $shown ]]; then
+        # For at most 5 s: a process that is left behind may hold the pipe.
+        for ((i = 0; i < 50; i++)); do
+            kill -0 "$shown" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill "$shown" 2>/dev/null || true
+    fi
     if [[ -n ${started[$name]:-} ]]; then
-        cat "$results/$name.log"
+        cat "$log"
         unset "started[$name]"
     fi
     if [[ $status -eq 124 || $status -eq 137 ]]; then
@@ -82,6 +95,7 @@ tests() {
     fi
     if [[ $ok -ne 0 && $f -eq 0 ]]; then
         f=1 # cut short, or broken before the first test
+        cut_short+=("$name")
     fi
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
 }
@@ -115,6 +129,15 @@ retry() {
 
 # sum_up: the last lines; fails if a stage has failed.
 sum_up() {
+    local name
+    for name in ${cut_short[@]+"${cut_short[@]}"}; do
+        printf '\n%s\n' "=== $name: cut short, with these at the end, after the tests that were running"
+        {
+            # Python's report of a crash lists the modules that are loaded, in a line of many kilobytes.
+            grep -aE 'Fatal Python error|/test_[a-z0-9_]*\.py", line' "$results/${name//\//_}.log" | head -n 6
+            grep -a '[^[:space:]]' "$results/${name//\//_}.log" | tail -n "$most_repeated"
+        } | cut -c 1-200 || true
+    done
     printf '\n%s\n' "total: $SECONDS s"
     if [[ ${#unsteady[@]} -gt 0 ]]; then
         printf 'UNSTEADY: passed when run alone: %s\n' "${unsteady[@]}"

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ import os
 from test_unsteady import once
 def test_once(): once("crash")
 def test_dies(): os._exit(1)
+""",
+    "fatal.py": """
+import os
+def test_right(): pass
+def test_aborts(): os.abort()
 """,
     "stop.py": """
 import time
@@ -148,6 +154,26 @@ def test_what_is_no_chance_is_not_retried(tmp_path: Path) -> None:
     lines = output.splitlines()
     assert lines[-2:] == ["FAILED: many worker crash stop plain", "0 passed, 16 failed, 0 skipped"], output
     assert status == 1
+
+
+def test_the_end_of_what_was_cut_short_is_repeated(tmp_path: Path) -> None:
+    """Above the last lines, also with the tests that have crashed. What has left a process behind does not wait."""
+    leaves = "bash -c 'sleep 60 & for i in {1..20}; do echo number $i; done; exit 3'"
+    began = time.monotonic()
+    status, output = run_stages(
+        tmp_path,
+        f"tests leaves/one 60 {leaves}",
+        stage("fatal", "fatal"),
+        "check passes 60 echo right",
+        "check not 60 false",
+    )
+    assert time.monotonic() - began < 40
+    assert (status, output.count("number 20\n"), output.count("number 12\n")) == (1, 2, 1)
+    _, leaves, fatal = output.split(": cut short")
+    assert leaves.splitlines()[1:9] == [f"number {one}" for one in range(13, 21)]
+    assert fatal.splitlines()[1].endswith("Fatal Python error: Aborted")
+    assert 'test_fatal.py", line 4 in test_aborts' in fatal.splitlines()[2]
+    assert fatal.splitlines()[-2:] == ["FAILED: leaves/one fatal not", "0 passed, 3 failed, 0 skipped"]
 
 
 @pytest.mark.slow
