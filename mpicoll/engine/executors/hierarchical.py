@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from mpicoll.buffers.device import device_of, empty_beside
@@ -33,8 +33,9 @@ from mpicoll.engine.selection.selector import Choice, choose, is_decided
 from mpicoll.named_tuple import NamedTuple
 from mpicoll.schedules import Algorithm
 
-PIECE = 512 * 1024
-"""Least bytes of a piece that a rank exchanges with each of the nodes."""
+PIECE = 128 * 1024
+"""Least bytes of a piece that a rank exchanges with each of the nodes by a schedule. Fewer take longer than in
+collectives of MPI."""
 
 _MAX_PIECES = 32
 """Most pieces of an operation. Larger operations have larger pieces. The links are idle while the ranks of a node
@@ -83,39 +84,51 @@ class HierarchicalPhases:
         self.failure: BaseException | None = None
         self._scratch: Array | None = None
         self.pieces = 1
+        self._streams = False
         if operation.on is None and operation.query.elementwise:
-            self.pieces = max(1, min(_MAX_PIECES, (operation.query.nbytes or 0) // comm.size // PIECE))
-        # The steps of each piece; and the operations between nodes that have begun, in order.
+            share = (operation.query.nbytes or 0) // comm.size
+            self.pieces = max(1, min(_MAX_PIECES, share // PIECE))
+            self._streams = share >= PIECE
+        # The steps of the pieces that have been made; and the operations between nodes that have begun, in order.
         self._parts: list[list[_PhaseStep]] = []
         self._travelling: list[ScheduledOperation] = []
         self._at = 0
-        for piece in range(self.pieces):
-            self._parts.append([])
-            _PHASES[arrays.collective](self, piece)
-        self._steps = [_local(arrays.load), *self._interleave(), _local(arrays.store)]
+        # Those to carry out, and what makes the others in the first run, while earlier pieces travel.
+        self._steps = [_local(arrays.load)]
+        self._unmade = self._make_steps()
 
-    def _interleave(self) -> Iterator[_PhaseStep]:
+    def _make_steps(self) -> Iterator[_PhaseStep]:
         """Yield the steps of all pieces. Each begins to travel before an earlier one is waited for."""
-        if self.pieces == 1:
-            yield from self._parts[0]
-            return
-        lanes = [next(at for at, step in enumerate(part) if step.is_lane) for part in self._parts]
-        for now in range(self.pieces + _IN_FLIGHT):
+        lanes: list[int] = []
+        ahead = _IN_FLIGHT if self._streams else 0
+        for now in range(self.pieces + ahead):
             if now < self.pieces:
+                self._parts.append([])
+                _PHASES[self.arrays.collective](self, now)
+                lanes.append(next(at for at, step in enumerate(self._parts[now]) if step.is_lane))
                 yield from self._parts[now][: lanes[now] + 1]
-            if now >= _IN_FLIGHT:
-                step = self._parts[now - _IN_FLIGHT][lanes[now - _IN_FLIGHT]]
-                yield step._replace(run=self._await_first)
-                yield from self._parts[now - _IN_FLIGHT][lanes[now - _IN_FLIGHT] + 1 :]
+            if now >= ahead:
+                part, at = self._parts[now - ahead], lanes[now - ahead]
+                if self._streams:
+                    yield part[at]._replace(run=self._await_first)
+                yield from part[at + 1 :]
+        yield _local(self.arrays.store)
 
     def run(self) -> None:
         """Carry out the steps. After a failure this rank still enters the steps with other ranks and fails in them, to
-        release these ranks, as far as an operation that fails before it begins releases them."""
+        release these ranks, as far as an operation that fails before it begins releases them. There is no other run
+        then: steps may be missing."""
         executing = self.comm.queue.executing
         outer, executing.executor = executing.executor, self
         try:
-            for number, step in enumerate(self._steps):
+            for number in count():
+                if number == len(self._steps):
+                    made = next(self._unmade, None)
+                    if made is None:
+                        break
+                    self._steps.append(made)
                 self._at = number
+                step = self._steps[number]
                 if self.failure is None or step.communicates:
                     try:
                         step.run()
@@ -202,7 +215,7 @@ class HierarchicalPhases:
         if self.pieces > 1:
             where = f"piece {len(self._parts)} of {self.pieces}, {where}"
         operation = Operation(comm, phase_query, None, arrays, on=device)
-        if self.pieces > 1 and comm is self.lane:
+        if self._streams and comm is self.lane:
             lane = ScheduledOperation(operation, _choose_schedule(phase_query), comm.transport, streamed=True)
             run: Callable[[], None] = partial(self._begin, lane)
         else:

@@ -16,7 +16,7 @@ class Phases(Protocol):
     """The phases of an operation, bound to their algorithms."""
 
     def run(self) -> None:
-        """Carry out the phases. May be called any number of times."""
+        """Carry out the phases. May be called any number of times, until it fails."""
 
 
 MakePhases: TypeAlias = "Callable[[Operation, BindPhase], Phases]"
@@ -38,4 +38,8 @@ class PhasedOperation:
     def __call__(self) -> None:
         if self._phases is None:
             self._phases = self._context.run(self._make_phases, self._operation, self._bind)
-        self._phases.run()
+        try:
+            self._phases.run()
+        except BaseException:
+            self._phases = None
+            raise

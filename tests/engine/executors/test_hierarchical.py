@@ -271,6 +271,31 @@ def test_a_piece_of_a_broadcast_is_one_message_between_nodes(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_failure_while_pieces_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan makes them again."""
+    failed: set[int] = set()
+    add = hierarchical._PHASES["allreduce"]
+
+    def failing(phases: Any, piece: int) -> None:
+        if piece == 3 and phases.comm.rank not in failed:
+            failed.add(phases.comm.rank)
+            raise MemoryError("no room for piece 3")
+        add(phases, piece)
+
+    monkeypatch.setitem(hierarchical._PHASES, "allreduce", failing)
+
+    def body() -> None:
+        plan = mpicoll.allreduce_init(np.arange(400.0), algorithm=BY_NODES)
+        with pytest.raises(MemoryError, match="piece 3"):
+            plan()
+        for _ in range(2):
+            np.testing.assert_array_equal(plan(), 4 * np.arange(400.0))
+
+    mpicoll.run_local(body, 4, ranks_per_node=2)
+    assert failed == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("tiny")
 def test_a_lost_piece_is_no_hang() -> None:
     """The error says in which piece and which round; the next call is not disturbed."""
     together = threading.Barrier(4)
