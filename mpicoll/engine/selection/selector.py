@@ -15,7 +15,9 @@ from functools import lru_cache
 from mpicoll.config import config
 from mpicoll.engine.selection.catalogue import (
     DEVICE,
+    HIERARCHICAL,
     MAX_FLAT_BYTES,
+    NATIVE,
     NCCL,
     SHARED_MEMORY,
     AnyAlgorithm,
@@ -39,6 +41,10 @@ _SEGMENT = 128 * 1024
 """Bytes of a pipeline segment, unless the number of segments is asked for."""
 
 _MAX_SEGMENTS = 64
+
+_BLOCK_BYTES = 64 * 1024
+"""Bytes of each rank's block from which the built-in rules for data on the host lead to schedules. Of smaller ones the
+number of rounds counts, each of which takes longer than one of the MPI library."""
 
 _DIRECT_BYTES = 4096
 """From this size on, shared-memory algorithms are preferred if the buffers may lie in memory that all ranks map."""
@@ -191,12 +197,24 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
     yield from _iter_tuned(query)
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
     for name, extent in _match_rules(parse_built_in_rules(text, query.collective), query):
-        yield name, f"table{extent}"
+        if query.device is not None or _pays(query, name):
+            yield name, f"table{extent}"
     yield from _predict_schedules(query)
     for name, _ in _match_rules(parse_built_in_rules(FALLBACK_RULES, query.collective), query):
         yield name, "fallback table"
     for name in schedules_of(query.collective):
         yield name, "first schedule that can serve the request"
+
+
+def _pays(query: SelectionQuery, name: str) -> bool:
+    """Return False if a built-in rule for data on the host names a schedule that is not expected to pay: within a node,
+    with small blocks, or among all ranks where the hierarchical algorithm can serve, which sends less between nodes."""
+    if name == NATIVE or name in SHARED_MEMORY.get(query.collective, ()):
+        return True
+    shape = query.context.layout
+    if shape.nodes == 1 or (query.nbytes or 0) // shape.ranks < _BLOCK_BYTES:
+        return False
+    return name == HIERARCHICAL or _unsupported_by_hierarchy(query) is not None
 
 
 def _match_rules(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:

@@ -185,6 +185,42 @@ def test_built_in_rules_for_large_messages(collective: str, nbytes: int, name: s
     assert next(taken for low, high, taken in rules if low <= nbytes < high) == name
 
 
+SPREAD, PAIRS, MANY = NodeLayout(4, 4, 1), NodeLayout(8, 4, 2), NodeLayout(64, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "shape", "name"),
+    [
+        ("allreduce", 512 << 10, SPREAD, "native"),
+        ("allreduce", 1 << 20, SPREAD, "ring"),
+        ("allreduce", 1 << 20, PAIRS, "hierarchical"),
+        ("allreduce", 1 << 20, NODE, "native"),
+        ("allreduce", 64 << 20, NODE, "native"),
+        ("allreduce", 2 << 20, MANY, "native"),
+        ("allreduce", 4 << 20, MANY, "ring"),
+        ("reduce_scatter", 512 << 10, SPREAD, "pairwise"),
+        ("reduce_scatter", 512 << 10, PAIRS, "hierarchical"),
+        ("reduce", 512 << 10, SPREAD, "chain"),
+        ("reduce", 2 << 20, PAIRS, "native"),
+        ("bcast", 512 << 10, SPREAD, "chain/1"),
+        ("bcast", 512 << 10, PAIRS, "native"),
+        ("alltoall", 1 << 20, SPREAD, "pairwise"),
+        ("alltoall", 1 << 20, PAIRS, "native"),
+        ("alltoall", 2 << 20, PAIRS, "hierarchical"),
+    ],
+)
+def test_built_in_rules_between_nodes(
+    monkeypatch: pytest.MonkeyPatch, collective: str, nbytes: int, shape: NodeLayout, name: str
+) -> None:
+    """Schedules, if the blocks are large and cross links: the hierarchical one where nodes have several ranks each."""
+    monkeypatch.setattr(selector, "DEFAULT_RULES", DEFAULT_RULES)
+    why = "there is no shared memory"
+    query = problem(collective, nbytes, where=selection_context(shape), no_shm_reason=why, no_cma_reason=why)
+    choice = choose(query, None)
+    assert choice.name == name
+    assert choice.reason.rpartition("; ")[2].startswith("table")
+
+
 def test_first_of_overlapping_ranges() -> None:
     with mpicoll.algorithms(allreduce="0-1k:ring,0-inf:tree"):
         assert [choose(problem(nbytes=nbytes), None).name for nbytes in (8, 2048)] == ["ring", "tree"]
