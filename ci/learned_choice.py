@@ -86,7 +86,8 @@ def check(team: Team, workload: Workload, calls: int, asked: TuneSettings) -> tu
             found.append(beyond)
     trials = core.trials.get(query)
     learned = first if trials is None else trials.winner
-    names = [name for name, refusal in unsupported_reasons(query).items() if refusal is None]
+    # Those chosen may have a number of segments.
+    names = list(dict.fromkeys((first, learned, *(one for one, why in unsupported_reasons(query).items() if not why))))
     for name in dict.fromkeys((first, learned)):
         # What is fixed by the first calls of an algorithm is timed as later calls are.
         measure_first_calls(team, case, team.comm, calls, name)
