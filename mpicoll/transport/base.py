@@ -259,8 +259,9 @@ class Transport(Protocol):
     caller's. `key` names the group: it is the same on all its ranks, and unique among groups; `members` are its
     ranks as ranks of the job. `traffic` counts the caller's point-to-point messages; None where the counts are not
     needed. `no_shm_reason` is the reason why the ranks of a node can't share memory, and `no_cma_reason` the reason why
-    they can't read each other's private memory; None if they can. Both are the same on all ranks. `timeout` is that of
-    the communicator: the seconds after which a wait that can be left raises Timeout.
+    they can't read each other's private memory; None if they can. Both are the same on all ranks. `connects` is True
+    if large messages of schedules between nodes go over TCP connections beside MPI, also the same on all ranks.
+    `timeout` is that of the communicator: the seconds after which a wait that can be left raises Timeout.
     """
 
     timeout: float
@@ -293,6 +294,8 @@ class Transport(Protocol):
     def no_shm_reason(self) -> str | None: ...
     @property
     def no_cma_reason(self) -> str | None: ...
+    @property
+    def connects(self) -> bool: ...
 
     def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
         """Return the reason why the reduction `op` of `dtype` must not be done by ``native``, or None if it may be.

@@ -150,7 +150,8 @@ def _check(
     team: Team, groups: Sequence[Sequence[TunedPoint]], asked: TuneSettings, table: TunedTable
 ) -> list[dict[str, Any]]:
     """Measure again, and print and return the efficiency of the choices by `table` and of the untuned choices."""
-    here = selection_context(resolve(team.comm).context.layout, table)
+    context = resolve(team.comm).context
+    here = selection_context(context.layout, table, connects=context.connects)
     rows, found = [], []
     goods: tuple[list[float], list[float]] = ([], [])
     with formatting.steps(team.rank == 0 and asked.progress, sum(map(len, groups))) as step:

@@ -85,7 +85,7 @@ class CommunicatorCore:
         self.rank = transport.rank
         self.size = transport.size
         self.nodes = transport.nodes
-        self.context = selection_context(make_layout(transport.nodes), table)
+        self.context = selection_context(make_layout(transport.nodes), table, connects=transport.connects)
         group = Group(transport.key, name, transport.members, transport.rank, transport.timeout, transport.traffic)
         self.queue = OperationQueue(group, watch, background=transport.background, explain=transport.translate_error)
         # Prepared operations by their keys, including those of torch.

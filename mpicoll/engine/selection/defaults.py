@@ -2,23 +2,47 @@
 
 DEFAULT_RULES = (
     "allreduce:0-64k:shm_flat,64k-inf:shm_or_cma,0-inf:shm_pipelined,0-8k:native,"
-    "1m-inf:hierarchical,1m-inf:ring,0-inf:native;"
-    "reduce:0-64k:shm_flat,64k-inf:shm_or_cma,0-inf:shm_pipelined,"
-    "4m-inf:hierarchical,512k-inf:chain,0-inf:native;"
-    "reduce_scatter:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,"
-    "512k-inf:hierarchical,512k-2m:pairwise,2m-inf:ring,0-inf:native;"
-    "bcast:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,"
-    "1m-inf:hierarchical,512k-inf:chain/1,0-inf:native;"
+    "2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
+    "reduce:0-64k:shm_flat,64k-inf:shm_or_cma,0-inf:shm_pipelined,0-inf:native;"
+    "reduce_scatter:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,2m-inf:hierarchical,2m-inf:ring,"
+    "0-inf:native;"
+    "bcast:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,4m-inf:hierarchical,0-inf:native;"
     "gather:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "scatter:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
-    "allgather:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,"
-    "1m-inf:hierarchical,1m-inf:ring,0-inf:native;"
-    "alltoall:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,"
-    "2m-inf:hierarchical,512k-inf:pairwise,0-inf:native;"
+    "allgather:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,2m-inf:hierarchical,"
+    "2m-inf:ring,0-inf:native;"
+    "alltoall:0-64k:shm_pipelined,64k-16m:shm_or_cma,16m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "scan:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,native;"
     "exscan:0-64k:shm_pipelined,64k-inf:shm_or_cma,0-inf:shm_pipelined,native;barrier:shm_flat,native"
 )
 """Rules for data on the host, unless others are forced or tuned."""
+
+TCP_RULES = (
+    "allreduce:256k-inf:hierarchical,1m-inf:ring;"
+    "reduce:4m-inf:hierarchical,512k-inf:chain;"
+    "reduce_scatter:256k-inf:hierarchical,512k-2m:pairwise,2m-inf:ring;"
+    "bcast:256k-inf:hierarchical,128k-inf:chain/1,64k-inf:scatter_allgather;"
+    "allgather:1m-inf:hierarchical,1m-inf:ring;"
+    "alltoall:2m-inf:hierarchical,512k-inf:pairwise"
+)
+"""Rules for data on the host between three and more nodes that only TCP joins: they come before DEFAULT_RULES. MPI
+libraries announce large messages there, and take algorithms that send more than necessary between the nodes."""
+
+TCP_PAIR_RULES = (
+    "allreduce:2m-inf:hierarchical,1m-inf:ring;"
+    "reduce:8m-inf:hierarchical,1m-inf:chain;"
+    "reduce_scatter:512k-inf:hierarchical,256k-2m:pairwise,2m-inf:ring;"
+    "bcast:2m-inf:hierarchical,1m-inf:chain/1;"
+    "allgather:1m-inf:hierarchical,1m-inf:ring;"
+    "alltoall:2m-inf:hierarchical,1m-inf:pairwise"
+)
+"""The same between two nodes, where most algorithms send as much."""
+
+TCP_BLOCKS = {"scatter_allgather": 8 * 1024}
+"""Bytes of each rank's block from which a schedule of these rules is taken, if not from DEFAULT_TCP_BLOCK."""
+
+DEFAULT_TCP_BLOCK = 32 * 1024
+"""With smaller blocks the number of rounds counts, each of which takes longer than one of the MPI library."""
 
 DEVICE_RULES = (
     "allreduce:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,"

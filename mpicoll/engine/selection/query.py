@@ -47,19 +47,21 @@ UNTUNED = TunedTable()
 
 
 class SelectionContext:
-    """Layout of the ranks of a communicator and the tuned table that applies to it. Equal contexts are one object (see
-    :func:`selection_context`), so that a cache compares them by identity."""
+    """Layout of the ranks of a communicator, the tuned table that applies to it, and whether nodes have connections,
+    as :attr:`mpicoll.transport.base.Transport.connects`. Equal contexts are one object (see :func:`selection_context`),
+    so that a cache compares them by identity."""
 
-    __slots__ = ("layout", "table")
+    __slots__ = ("connects", "layout", "table")
 
-    def __init__(self, layout: NodeLayout, table: TunedTable) -> None:
+    def __init__(self, layout: NodeLayout, table: TunedTable, connects: bool) -> None:
         self.layout = layout
         self.table = table
+        self.connects = connects
 
 
-def selection_context(layout: NodeLayout, table: TunedTable = UNTUNED) -> SelectionContext:
+def selection_context(layout: NodeLayout, table: TunedTable = UNTUNED, *, connects: bool = False) -> SelectionContext:
     """Return the context of communicators of `layout` to which `table` applies."""
-    return _context(layout, table)
+    return _context(layout, table, connects)
 
 
 _context = lru_cache(maxsize=1024)(SelectionContext)

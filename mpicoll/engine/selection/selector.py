@@ -17,7 +17,6 @@ from mpicoll.engine.selection.catalogue import (
     DEVICE,
     HIERARCHICAL,
     MAX_FLAT_BYTES,
-    NATIVE,
     NCCL,
     SHARED_MEMORY,
     AnyAlgorithm,
@@ -30,7 +29,15 @@ from mpicoll.engine.selection.catalogue import (
     resolve_name,
     schedules_of,
 )
-from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
+from mpicoll.engine.selection.defaults import (
+    DEFAULT_RULES,
+    DEFAULT_TCP_BLOCK,
+    DEVICE_RULES,
+    FALLBACK_RULES,
+    TCP_BLOCKS,
+    TCP_PAIR_RULES,
+    TCP_RULES,
+)
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import Rules, format_range, parse_built_in_rules, parse_rules
 from mpicoll.errors import AlgorithmError, SetupError
@@ -41,10 +48,6 @@ _SEGMENT = 128 * 1024
 """Bytes of a pipeline segment, unless the number of segments is asked for."""
 
 _MAX_SEGMENTS = 64
-
-_BLOCK_BYTES = 64 * 1024
-"""Bytes of each rank's block from which the built-in rules for data on the host lead to schedules. Of smaller ones the
-number of rounds counts, each of which takes longer than one of the MPI library."""
 
 _DIRECT_BYTES = 4096
 """From this size on, shared-memory algorithms are preferred if the buffers may lie in memory that all ranks map."""
@@ -195,10 +198,14 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
     if query.nbytes is None and query.collective == "alltoall" and query.no_shm_reason is query.no_cma_reason is None:
         yield "cma", "with counts, ranks read large blocks, whose sizes are known to their sender and receiver only"
     yield from _iter_tuned(query)
+    if query.context.connects and query.device is None:
+        text = TCP_PAIR_RULES if query.context.layout.nodes == 2 else TCP_RULES
+        for name, extent in _match_rules(parse_built_in_rules(text, query.collective), query):
+            if _pays(query, name):
+                yield name, f"table for TCP{extent}"
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
     for name, extent in _match_rules(parse_built_in_rules(text, query.collective), query):
-        if query.device is not None or _pays(query, name):
-            yield name, f"table{extent}"
+        yield name, f"table{extent}"
     yield from _predict_schedules(query)
     for name, _ in _match_rules(parse_built_in_rules(FALLBACK_RULES, query.collective), query):
         yield name, "fallback table"
@@ -207,12 +214,9 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
 
 
 def _pays(query: SelectionQuery, name: str) -> bool:
-    """Return False if a built-in rule for data on the host names a schedule that is not expected to pay: within a node,
-    with small blocks, or among all ranks where the hierarchical algorithm can serve, which sends less between nodes."""
-    if name == NATIVE or name in SHARED_MEMORY.get(query.collective, ()):
-        return True
-    shape = query.context.layout
-    if shape.nodes == 1 or (query.nbytes or 0) // shape.ranks < _BLOCK_BYTES:
+    """Return False if the schedule of a rule for TCP is not expected to pay: with small blocks, or among all ranks
+    where the hierarchical algorithm can serve, which sends less between nodes."""
+    if (query.nbytes or 0) // query.context.layout.ranks < TCP_BLOCKS.get(name, DEFAULT_TCP_BLOCK):
         return False
     return name == HIERARCHICAL or _unsupported_by_hierarchy(query) is not None
 

@@ -107,6 +107,7 @@ class LocalTransport:
     no_cma_reason = None
     has_own_cores = False
     survives_deaths = False
+    connects = False
     traffic = None
 
     def __init__(

@@ -51,6 +51,12 @@ def allow_connections(address: str) -> None:
     _address[:] = [address]
 
 
+def may_connect(members: Sequence[int]) -> bool:
+    """Return True if a communicator of these ranks of the job uses connections. Those of other jobs, which are below 0,
+    have not agreed on it."""
+    return bool(_address) and min(members) >= 0
+
+
 class _Endpoint(Protocol):
     """Part of the transport whose messages they carry."""
 
@@ -75,7 +81,7 @@ class Connections:
         Both ends call it, with the tag of the same collective, before they send messages with this tag to each other:
         so both have a connection, or none.
         """
-        if not _address or min(self._endpoint.members) < 0:  # ranks of another job have not agreed on connections
+        if not may_connect(self._endpoint.members):
             return ()
         own = self._endpoint.nodes[self._endpoint.rank]
         new = [peer for peer in peers if peer not in self._made and self._endpoint.nodes[peer] != own]

@@ -83,6 +83,14 @@ class MpiTransport(MessagePassing):
 
         return MpiProgram(self, self._collective, make_plan(), memory) if can_run_programs() else None
 
+    @property
+    def connects(self) -> bool:
+        if len(set(self.nodes)) == 1:
+            return False
+        from mpicoll.transport.mpi.connections import may_connect  # few jobs need it
+
+        return may_connect(self.members)
+
     def get_connections(self, peers: Collection[int], tag: int) -> tuple[int | Connection, ...]:
         """As :meth:`mpicoll.transport.mpi.connections.Connections.get`."""
         if self._connections is None:

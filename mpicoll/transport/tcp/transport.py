@@ -36,6 +36,7 @@ class TcpTransport(MessagePassing):
     max_tag = 2**31 - 1
     background = True
     survives_deaths = False
+    connects = False
     traffic = None
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], key: str, facts: GroupFacts | None, *, root: bool) -> None:

@@ -17,7 +17,7 @@ from mpicoll.engine.selection import selector
 from mpicoll.engine.selection.catalogue import SHARED_MEMORY, HierarchicalAlgorithm, algorithms_of
 from mpicoll.engine.selection.cost_model import predict
 from mpicoll.engine.selection.costs import TYPICAL, Costs, Link
-from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
+from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES, TCP_PAIR_RULES, TCP_RULES
 from mpicoll.engine.selection.layout import NodeLayout, make_layout
 from mpicoll.engine.selection.query import (
     KINDS,
@@ -85,7 +85,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 # --- the grammar
 
 
-@pytest.mark.parametrize("text", [DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES], ids=["host", "device", "fallback"])
+@pytest.mark.parametrize(
+    "text",
+    [DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES, TCP_RULES, TCP_PAIR_RULES],
+    ids=["host", "device", "fallback", "tcp", "pair"],
+)
 def test_built_in_rules_name_algorithms_that_exist(text: str) -> None:
     rules = parse_rules(text)
     assert tuple(one for collective, _ in rules for one in parse_built_in_rules(text, collective)) == rules
@@ -193,32 +197,38 @@ SPREAD, PAIRS, MANY = NodeLayout(4, 4, 1), NodeLayout(8, 4, 2), NodeLayout(64, 6
     [
         ("allreduce", 512 << 10, SPREAD, "native"),
         ("allreduce", 1 << 20, SPREAD, "ring"),
-        ("allreduce", 1 << 20, PAIRS, "hierarchical"),
-        ("allreduce", 1 << 20, NODE, "native"),
-        ("allreduce", 64 << 20, NODE, "native"),
-        ("allreduce", 2 << 20, MANY, "native"),
+        ("allreduce", 256 << 10, PAIRS, "hierarchical"),
+        ("allreduce", 1 << 20, NODES, "native"),
+        ("allreduce", 2 << 20, NODES, "hierarchical"),
+        ("allreduce", 1 << 20, MANY, "native"),
         ("allreduce", 4 << 20, MANY, "ring"),
         ("reduce_scatter", 512 << 10, SPREAD, "pairwise"),
-        ("reduce_scatter", 512 << 10, PAIRS, "hierarchical"),
+        ("reduce_scatter", 512 << 10, NODES, "hierarchical"),
         ("reduce", 512 << 10, SPREAD, "chain"),
         ("reduce", 2 << 20, PAIRS, "native"),
+        ("bcast", 64 << 10, SPREAD, "scatter_allgather"),
+        ("bcast", 64 << 10, MANY, "native"),
         ("bcast", 512 << 10, SPREAD, "chain/1"),
-        ("bcast", 512 << 10, PAIRS, "native"),
+        ("bcast", 512 << 10, MANY, "scatter_allgather"),
+        ("bcast", 128 << 10, PAIRS, "native"),
+        ("bcast", 512 << 10, PAIRS, "hierarchical"),
         ("alltoall", 1 << 20, SPREAD, "pairwise"),
         ("alltoall", 1 << 20, PAIRS, "native"),
         ("alltoall", 2 << 20, PAIRS, "hierarchical"),
     ],
 )
-def test_built_in_rules_between_nodes(
+def test_built_in_rules_for_tcp(
     monkeypatch: pytest.MonkeyPatch, collective: str, nbytes: int, shape: NodeLayout, name: str
 ) -> None:
-    """Schedules, if the blocks are large and cross links: the hierarchical one where nodes have several ranks each."""
+    """Schedules, if the blocks are large: the hierarchical one where nodes have several ranks each."""
     monkeypatch.setattr(selector, "DEFAULT_RULES", DEFAULT_RULES)
-    why = "there is no shared memory"
-    query = problem(collective, nbytes, where=selection_context(shape), no_shm_reason=why, no_cma_reason=why)
-    choice = choose(query, None)
+    choice = choose(problem(collective, nbytes, where=selection_context(shape, connects=True)), None)
     assert choice.name == name
-    assert choice.reason.rpartition("; ")[2].startswith("table")
+    assert (", table for TCP" in f", {choice.reason.rpartition('; ')[2]}") == (name != "native")
+
+
+def test_rules_for_tcp_do_not_hold_for_other_networks() -> None:
+    assert choose(problem(nbytes=1 << 20, where=selection_context(SPREAD)), None).name == "native"
 
 
 def test_first_of_overlapping_ranges() -> None:
