@@ -26,7 +26,7 @@ import mpicoll
 from mpicoll import cli, errors, schedules
 from mpicoll.buffers.ops import OpLike
 from mpicoll.config import Config
-from mpicoll.engine.selection.defaults import DEFAULT_RULES
+from mpicoll.engine.selection.defaults import DEFAULT_RULES, TCP_PAIR_RULES, TCP_RULES
 
 PAGES = {
     str(file.relative_to(ROOT)): file.read_text()
@@ -409,7 +409,8 @@ def test_algorithms() -> None:
 
 
 def test_default_rules() -> None:
-    assert DEFAULT_RULES.split(";") in [block.splitlines() for block in blocks("docs/algorithms.md", "text")]
+    shown = [block.splitlines() for block in blocks("docs/algorithms.md", "text")]
+    assert all(rules.split(";") in shown for rules in (DEFAULT_RULES, TCP_RULES, TCP_PAIR_RULES))
 
 
 def test_errors() -> None:
