@@ -31,13 +31,16 @@ class PhasedOperation:
         self._operation = operation
         self._bind = bind
         self._make_phases = make_phases
-        # Phases are chosen in the first run, on any thread, but all ranks must make the same choice.
+        # Algorithms of phases are chosen in the first run, on any thread, but all ranks must make the same choice.
         self._context = copy_context()
         self._phases: Phases | None = None
 
     def __call__(self) -> None:
+        self._context.copy().run(self._run)
+
+    def _run(self) -> None:
         if self._phases is None:
-            self._phases = self._context.run(self._make_phases, self._operation, self._bind)
+            self._phases = self._make_phases(self._operation, self._bind)
         try:
             self._phases.run()
         except BaseException:

@@ -251,6 +251,27 @@ def test_pieces_travel_in_as_few_rounds_as_links_allow(monkeypatch: pytest.Monke
     assert taken == {name}
 
 
+@pytest.mark.usefixtures("tiny")
+def test_rules_of_a_block_hold_for_phases_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[str] = set()
+    begin = hierarchical.HierarchicalPhases._begin
+
+    def noting(self: Any, operation: Any) -> None:
+        taken.add(operation._schedule.algorithm)
+        begin(self, operation)
+
+    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
+    x = np.arange(400.0)
+
+    def body() -> None:
+        with mpicoll.algorithms(allreduce=f"0-inf:{BY_NODES},0-inf:ring"):
+            request = mpicoll.iallreduce(x)
+        np.testing.assert_array_equal(request.wait(20), 4 * x)
+
+    mpicoll.run_local(body, 4, ranks_per_node=2)
+    assert taken == {"ring"}
+
+
 def test_a_piece_of_a_broadcast_is_one_message_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one in segments, of which only two could be under way."""
     rounds: list[int] = []
