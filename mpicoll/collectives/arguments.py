@@ -123,6 +123,15 @@ def check_tag(operation: str, value: Any, comm: CommunicatorCore) -> int:
     return number
 
 
+def check_nbytes(operation: str, value: Any) -> int:
+    """Return `value` as a number of bytes. Raises ArgumentError if it is none."""
+    number = _integer(value)
+    if number is None or number < 0:
+        shown = f"an object of type {type(value).__name__}" if number is None else number
+        raise ArgumentError(f"{operation}: nbytes must be a number of bytes from 0 on, such as x.nbytes, got {shown}")
+    return number
+
+
 def _integer(value: Any) -> int | None:
     try:
         return index(value)

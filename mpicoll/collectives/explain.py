@@ -58,6 +58,7 @@ def explain(
 
     Raises:
         AlgorithmError: `collective` is unknown or no algorithm supports the call.
+        ArgumentError: `nbytes` is no number from 0 on.
         DTypeError: `op` is not defined for `dtype`.
 
     Example:
@@ -66,6 +67,7 @@ def explain(
         ring: forced by the argument
     """
     communicator = resolve(comm)
+    nbytes = arguments.check_nbytes("explain", nbytes)
     if collective in _MESSAGES:
         return _explain_message(communicator, collective, nbytes, root, like)
     query = make_call_query(collective, nbytes, op, dtype, root, algorithm, communicator, like)

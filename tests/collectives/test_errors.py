@@ -496,6 +496,12 @@ def test_explaining_an_unknown_collective() -> None:
         mpicoll.explain("nonsense", 10)
 
 
+@pytest.mark.parametrize("value", [np.ones(3), "8", -1])
+def test_explaining_what_is_no_size(value: Any) -> None:
+    with pytest.raises(mpicoll.ArgumentError, match=r"explain: nbytes must be .* such as x\.nbytes, got (an obj|-1)"):
+        mpicoll.explain("bcast", value)
+
+
 def test_segments_that_make_no_sense(some: Ranks) -> None:
     def body() -> None:
         x = np.zeros(4)
