@@ -19,9 +19,9 @@ DEFAULT_RULES = (
 
 TCP_RULES = (
     "allreduce:256k-inf:hierarchical,1m-inf:ring;"
-    "reduce:4m-inf:hierarchical,512k-inf:chain;"
+    "reduce:4m-inf:hierarchical,512k-inf:chain,512k-inf:reduce_scatter_gather;"
     "reduce_scatter:256k-inf:hierarchical,512k-2m:pairwise,2m-inf:ring;"
-    "bcast:256k-inf:hierarchical,128k-inf:chain/1,64k-inf:scatter_allgather;"
+    "bcast:256k-inf:hierarchical,64k-inf:chain/1,64k-inf:scatter_allgather;"
     "allgather:1m-inf:hierarchical,1m-inf:ring;"
     "alltoall:2m-inf:hierarchical,512k-inf:pairwise"
 )
@@ -38,8 +38,9 @@ TCP_PAIR_RULES = (
 )
 """The same between two nodes, where most algorithms send as much."""
 
-TCP_BLOCKS = {"scatter_allgather": 8 * 1024}
-"""Bytes of each rank's block from which a schedule of these rules is taken, if not from DEFAULT_TCP_BLOCK."""
+TCP_BLOCKS = {"chain": 128 * 1024, "chain/1": 128 * 1024, "scatter_allgather": 8 * 1024}
+"""Bytes of each rank's block from which a schedule of these rules is taken, if not from DEFAULT_TCP_BLOCK. The last
+rank of a chain waits until a piece of up to 256 KiB has passed through all others."""
 
 DEFAULT_TCP_BLOCK = 32 * 1024
 """With smaller blocks the number of rounds counts, each of which takes longer than one of the MPI library."""
