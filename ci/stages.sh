@@ -25,7 +25,8 @@ stage() {
     if [[ -n ${started[$name]:-} ]]; then
         child=${started[$name]}
     else
-        # In the background, because bash would handle Ctrl-C only after a command in the foreground.
+        # In the background, because bash would handle Ctrl-C only after a command in the foreground. `sum_up` may need
+        # the log.
         exec {output}> >(exec tee "$log")
         shown=$!
         timeout --kill-after=10 "$limit" "$@" </dev/null >&"$output" 2>&1 &
