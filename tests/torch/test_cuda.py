@@ -134,7 +134,8 @@ def test_collectives_in_the_order_of_streams(several: Ranks, async_op: bool) -> 
                 if work is not None:
                     assert work.wait(), name
                 case.check()
-            assert group.comm._core.devices._order is not None
+            devices = group.comm._core.devices
+            assert devices._order is not None, devices._no_order
 
     several(body, timeout=100)
 
