@@ -130,13 +130,14 @@ retry() {
 
 # sum_up: the last lines; fails if a stage has failed.
 sum_up() {
-    local name
+    local name log
     for name in ${cut_short[@]+"${cut_short[@]}"}; do
+        log=$results/${name//\//_}.log
         printf '\n%s\n' "=== $name: cut short, with these at the end, after the tests that were running"
         {
             # Python's report of a crash lists the modules that are loaded, in a line of many kilobytes.
-            grep -aE 'Fatal Python error|/test_[a-z0-9_]*\.py", line' "$results/${name//\//_}.log" | head -n 6
-            grep -a '[^[:space:]]' "$results/${name//\//_}.log" | tail -n "$most_repeated"
+            grep -aE 'Fatal Python error|/test_[a-z0-9_]*\.py", line' "$log" | head -n 6
+            grep -a '[^[:space:]]' "$log" | tail -n "$most_repeated"
         } | cut -c 1-200 || true
     done
     printf '\n%s\n' "total: $SECONDS s"

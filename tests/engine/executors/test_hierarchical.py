@@ -177,6 +177,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lay_out.cache_clear()
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operations between nodes that all ranks have begun."""
+    operations: list[Any] = []
+    begin = hierarchical.HierarchicalPhases._begin
+
+    def listing(self: Any, operation: Any) -> None:
+        operations.append(operation)
+        begin(self, operation)
+
+    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", listing)
+    return operations
+
+
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("order", ["block", "cyclic", "mixed"])
 @pytest.mark.parametrize(("size", "local"), WORLDS[:2])
@@ -233,34 +247,18 @@ def test_several_pieces_travel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(("nodes", "name"), [(2, "recursive_doubling"), (3, "ring"), (4, "halving_doubling")])
-def test_pieces_travel_in_as_few_rounds_as_links_allow(monkeypatch: pytest.MonkeyPatch, nodes: int, name: str) -> None:
-    taken: set[str] = set()
-    begin = hierarchical.HierarchicalPhases._begin
-
-    def noting(self: Any, operation: Any) -> None:
-        taken.add(operation._schedule.algorithm)
-        begin(self, operation)
-
-    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
+def test_pieces_travel_in_as_few_rounds_as_links_allow(begun: list[Any], nodes: int, name: str) -> None:
     x = np.arange(2000.0)
 
     def body() -> None:
         np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm=BY_NODES), 2 * nodes * x)
 
     mpicoll.run_local(body, 2 * nodes, ranks_per_node=2)
-    assert taken == {name}
+    assert {one._schedule.algorithm for one in begun} == {name}
 
 
 @pytest.mark.usefixtures("tiny")
-def test_rules_of_a_block_hold_for_phases_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: set[str] = set()
-    begin = hierarchical.HierarchicalPhases._begin
-
-    def noting(self: Any, operation: Any) -> None:
-        taken.add(operation._schedule.algorithm)
-        begin(self, operation)
-
-    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
+def test_rules_of_a_block_hold_for_phases_that_another_thread_makes(begun: list[Any]) -> None:
     x = np.arange(400.0)
 
     def body() -> None:
@@ -269,26 +267,18 @@ def test_rules_of_a_block_hold_for_phases_that_another_thread_makes(monkeypatch:
         np.testing.assert_array_equal(request.wait(20), 4 * x)
 
     mpicoll.run_local(body, 4, ranks_per_node=2)
-    assert taken == {"ring"}
+    assert {one._schedule.algorithm for one in begun} == {"ring"}
 
 
-def test_a_piece_of_a_broadcast_is_one_message_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_a_broadcast_is_one_message_between_nodes(begun: list[Any]) -> None:
     """Not one in segments, of which only two could be under way."""
-    rounds: list[int] = []
-    begin = hierarchical.HierarchicalPhases._begin
-
-    def noting(self: Any, operation: Any) -> None:
-        rounds.append(len(operation._schedule.rounds))
-        begin(self, operation)
-
-    monkeypatch.setattr(hierarchical.HierarchicalPhases, "_begin", noting)
     x = np.arange(1 << 20)
 
     def body() -> None:
         np.testing.assert_array_equal(mpicoll.bcast(x.copy(), algorithm=BY_NODES), x)
 
     mpicoll.run_local(body, 4, ranks_per_node=2)
-    assert rounds == [1] * 4 * (x.nbytes // 4 // hierarchical.PIECE)
+    assert [len(one._schedule.rounds) for one in begun] == [1] * 4 * (x.nbytes // 4 // hierarchical.PIECE)
 
 
 @pytest.mark.usefixtures("tiny")
