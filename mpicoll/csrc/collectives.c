@@ -22,9 +22,7 @@ enum {
     RELEASE_AT = 256 * 1024,   /* bytes from which on the GIL is released for the whole collective: it takes 0.15 us */
     ROTATE_AT = 8 * 1024,
     ROTATED = 1024 * 1024,     /* of a slot: with those of both parities and the readers, more than a private cache */
-    FILL_BYTES = 16 * 1024,    /* a multiple of the size of each dtype's elements */
     ACCESS_WIDTH = 256 * 1024, /* of pieces, whose result is still in the cache when it is copied to other ranks */
-    CACHED_BYTES = 16 << 20,   /* of the arrays of all ranks, that a common cache holds */
     PREFIX_SHARES_AT = 512 * 1024 /* bytes that the last rank of a scan would read, from which on a step costs less */
 };
 
@@ -291,15 +289,11 @@ static int run_blocks(const Collective *one, const char *source, char *target)
 /* In copies of what has been written, which stays in the caches. */
 void fill_identity(const Collective *one, char *to, size_t nbytes)
 {
-    size_t done = min_size(one->itemsize, nbytes);
-    copy(to, one->identity, done);
-    while (done < nbytes) {
-        size_t more = min_size(min_size(done, FILL_BYTES), nbytes - done);
-        if (done < FILL_BYTES)
-            copy(to + done, to, more);
-        else
-            copy_out(one, to + done, to, more);
-        done += more;
+    size_t done = min_size(FILL_BYTES, nbytes);
+    fill(to, done, one->identity, one->itemsize);
+    for (size_t more; done < nbytes; done += more) {
+        more = min_size(FILL_BYTES, nbytes - done);
+        copy_out(one, to + done, to, more);
     }
 }
 
@@ -706,7 +700,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     if (one->trials != NULL)
         begin_trials(one->trials, layout.total);
     PyMem_Free(nbytes);
-    one->streams = (one->source_bytes + one->target_bytes) * (size_t)size > CACHED_BYTES;
+    one->streams = exceeds_cache((one->source_bytes + one->target_bytes) * (size_t)size);
     if (one->streams && one->reduce != NULL)
         one->reduce_out = find_streaming_kernel(op, dtype);
     return status;

@@ -1,11 +1,15 @@
-/* Copies of memory by ordinary loads and stores. */
+/* Copies of memory by ordinary loads and stores, and the cache that holds them. */
 
+#define _GNU_SOURCE
 #include "copies.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-#include <stdatomic.h>
 
 bool has_slow_strings(void)
 {
@@ -40,3 +44,47 @@ void copy_lines(char *to, const char *from, size_t nbytes)
 #else
 void copy_lines(char *to, const char *from, size_t nbytes) { memcpy(to, from, nbytes); }
 #endif
+
+void fill(char *to, size_t nbytes, const char *from, size_t size)
+{
+    size_t done = size < nbytes ? size : nbytes;
+    memcpy(to, from, done);
+    while (done < nbytes) {
+        size_t more = done < FILL_BYTES ? done : FILL_BYTES;
+        more = more < nbytes - done ? more : nbytes - done;
+        copy(to + done, to, more);
+        done += more;
+    }
+}
+
+/* Bytes of the third cache of the processor that runs this; 0 if it has none, or the system does not state it. */
+static size_t read_third_cache(void)
+{
+    char path[80];
+    const int cpu = sched_getcpu();
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/cache/index3/size", cpu < 0 ? 0 : cpu);
+    FILE *file = fopen(path, "re");
+    if (file == NULL)
+        return 0;
+    unsigned kibibytes = 0;
+    const int found = fscanf(file, "%uK", &kibibytes);
+    fclose(file);
+    return found == 1 ? (size_t)kibibytes * 1024 : 0;
+}
+
+/* With a cache of 32 MiB, two ranks of an AMD EPYC took up to 2.3 times as long for moves of 6 and 8 MiB by stores
+ * around it. Larger caches are shared by more programs. */
+bool exceeds_cache(size_t nbytes)
+{
+    enum { LEAST = 4 << 20, UNKNOWN = 16 << 20, MOST = 32 << 20 };
+    static _Atomic size_t known = 0; /* every thread finds about the same */
+    if (nbytes <= LEAST)
+        return false;
+    size_t bytes = atomic_load_explicit(&known, memory_order_relaxed);
+    if (bytes == 0) {
+        const size_t third = read_third_cache();
+        bytes = third == 0 ? UNKNOWN : third < LEAST ? LEAST : third < MOST ? third : MOST;
+        atomic_store_explicit(&known, bytes, memory_order_relaxed);
+    }
+    return nbytes > bytes;
+}

@@ -9,6 +9,7 @@
 #include <string.h>
 
 enum {
+    FILL_BYTES = 16 * 1024, /* that are filled before these are copied; a multiple of the size of each element */
     STRING_BYTES = 2048, /* from which on memcpy may use the processor's string instructions */
     PAGE_BYTES = 4096    /* of the least page: the first cache is looked up by an address within one */
 };
@@ -44,5 +45,11 @@ static inline void copy(char *to, const char *from, size_t nbytes)
     else if (nbytes > 0)
         memcpy(to, from, nbytes);
 }
+
+/* Fill `nbytes` bytes, a multiple of `size`, with copies of the element at `from`, which is not among them. */
+void fill(char *to, size_t nbytes, const char *from, size_t size);
+
+/* Whether arrays of all ranks with so many bytes are more than the cache that these share is taken to hold. */
+bool exceeds_cache(size_t nbytes);
 
 #endif

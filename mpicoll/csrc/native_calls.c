@@ -63,14 +63,6 @@ static void set_memory(CallMemory *memory, const char *data, size_t nbytes)
 
 /* --- the call */
 
-static void fill(char *target, size_t nbytes, PyObject *element)
-{
-    const size_t size = (size_t)PyBytes_Size(element);
-    const char *from = PyBytes_AsString(element);
-    for (size_t at = 0; at + size <= nbytes; at += size)
-        memcpy(target + at, from, size);
-}
-
 bool is_local(const NativeCall *one) { return one->function == NULL; }
 
 void copy_locally(const NativeCall *one, const Operands *operands)
@@ -98,7 +90,7 @@ int call_mpi(const NativeCall *one, const Operands *operands)
         return -1;
     Py_DECREF(value);
     if (one->fill != NULL)
-        fill(operands->target, operands->target_bytes, one->fill);
+        fill(operands->target, operands->target_bytes, PyBytes_AsString(one->fill), (size_t)PyBytes_Size(one->fill));
     if (one->copies && operands->source != operands->target)
         copy(operands->target, operands->source, operands->target_bytes);
     return 0;
