@@ -66,6 +66,7 @@ def is_fake(cupy: ModuleType) -> bool:
 def remove() -> None:
     """Undo :func:`install`, if that gave the fake."""
     fakecuda.streams.recover()
+    fakecuda.streams.deselect_devices()
     if str(FOLDER) in sys.path:
         sys.path.remove(str(FOLDER))
         _hidden.update(_take_out())

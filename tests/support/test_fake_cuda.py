@@ -1431,6 +1431,22 @@ def test_it_is_gone_afterwards(cuda):
     assert fake_cuda.install() is cuda
 
 
+def test_no_thread_keeps_a_device_that_the_next_test_may_lack(cuda, monkeypatch):
+    if not fake_cuda.is_fake(cuda):
+        pytest.skip("of the fake device")
+    monkeypatch.setenv("FAKECUDA_DEVICES", "2")
+
+    def select_last() -> int:
+        cuda.cuda.runtime.setDevice(1)
+        return int(cuda.cuda.runtime.getDevice())
+
+    with ThreadPoolExecutor(1) as other:
+        assert select_last() == other.submit(select_last).result() == 1
+        fake_cuda.remove()
+        assert fake_cuda.install() is cuda
+        assert cuda.cuda.runtime.getDevice() == other.submit(cuda.cuda.runtime.getDevice).result() == 0
+
+
 @pytest.mark.mpi
 def test_each_rank_has_it(cuda):
     import mpicoll

@@ -148,7 +148,8 @@ class SubmittedCollectives:
         self._kept: list[Any] = []
         self._pending: deque[Completion] = deque()
         self._sweeping = threading.Lock()
-        self._failure: BaseException | None = None
+        # Not the exception: the arrays in its frames would stay alive, and the memory of other ranks open.
+        self._failure: MpicollError | str | None = None
         if comm.watch is not None:
             comm.watch.waits.submitted = _monitor.list_pending
 
@@ -213,16 +214,18 @@ class SubmittedCollectives:
         failure = self._failure
         assert failure is not None
         if isinstance(failure, MpicollError):
-            raise type(failure)(*failure.args) from failure
+            raise type(failure)(*failure.args)
         raise CommunicationError(
             f"rank {self._rank} of {self._size}: an earlier collective on the device failed: {failure}; create another"
             " communicator"
-        ) from failure
+        )
 
     def fail(self, error: BaseException) -> None:
         """Mark the communicator as failed by `error`, then end the work that is pending on the device."""
         if self._failure is None:
-            self._failure = error
+            self._failure = (
+                type(error)(*error.args) if isinstance(error, MpicollError) else str(error) or type(error).__name__
+            )
             queue = self._queue()
             if queue is not None:
                 queue.discard_calls()

@@ -7,7 +7,7 @@ import gc
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -689,13 +689,10 @@ def test_any_order_of_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch, sha
 
 
 @pytest.fixture
-def two_devices(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_devices(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fake_cuda.is_fake(cuda):
         pytest.skip("of the fake CUDA")
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
-    yield
-    # A rank's process may have come to be at the other one.
-    cuda.cuda.runtime.setDevice(0)
 
 
 @pytest.mark.usefixtures("two_devices")

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partialmethod
@@ -542,6 +543,24 @@ def test_a_rank_that_can_not_do_its_work(several: Ranks, cuda: ModuleType) -> No
     several(body)
 
 
+class Local:
+    """What a failure must not keep."""
+
+
+def _try_with_a_local(call: Callable[[], Any]) -> weakref.ref[Local]:
+    """Return a reference to an object of a frame of `call`, which fails."""
+
+    def attempt() -> None:
+        local = Local()
+        references.append(weakref.ref(local))
+        call()
+
+    references: list[weakref.ref[Local]] = []
+    with pytest.raises(RuntimeError, match="is lost"):
+        attempt()
+    return references[0]
+
+
 def test_a_rank_whose_work_fails_after_the_begin(several: Ranks, cuda: ModuleType) -> None:
     """The others may have returned: their next calls fail, and their streams are let go only after that is certain."""
     explained = "rank 0 failed in a collective after its begin|rank 0 has abandoned|an operation was abandoned"
@@ -560,9 +579,10 @@ def test_a_rank_whose_work_fails_after_the_begin(several: Ranks, cuda: ModuleTyp
                         raise RuntimeError("the device is lost")
 
                 order._words = Broken()  # type: ignore[assignment]
-                with pytest.raises(RuntimeError, match="is lost"):
-                    mpicoll.allreduce(x, out=out, algorithm="ipc", comm=comm)
+                local = _try_with_a_local(lambda: mpicoll.allreduce(x, out=out, algorithm="ipc", comm=comm))
                 order._words = words
+                gc.collect()
+                assert local() is None  # as what the library's own frames hold
             else:
                 try:
                     mpicoll.allreduce(x, out=out, algorithm="ipc", comm=comm)

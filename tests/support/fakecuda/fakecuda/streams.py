@@ -263,6 +263,17 @@ class _Here(threading.local):
         self.mode = GLOBAL
         self.streams: dict[int, Stream] = {}
 
+    @property
+    def device(self) -> int:
+        return self._device if self._selections == _selections else 0
+
+    @device.setter
+    def device(self, index: int) -> None:
+        self._device, self._selections = index, _selections
+
+
+_selections = 0
+"""How many times all threads have lost the device that they had selected."""
 
 _here = _Here()
 _streams: dict[int, Stream] = {}
@@ -326,6 +337,12 @@ def recover() -> None:
                 one.queue.clear()
                 one.done, one.failed = one.given, None
         _lost.clear()
+
+
+def deselect_devices() -> None:
+    """Make the first device the current one of all threads, as in a new process: there may be no others any more."""
+    global _selections  # noqa: PLW0603
+    _selections += 1
 
 
 def has_context() -> bool:
