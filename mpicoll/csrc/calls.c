@@ -595,7 +595,8 @@ static int describe_array(PyObject *array, Memory *memory, Kind *kind, size_t *n
     return *dtype == NULL ? -1 : 1;
 }
 
-/* Choose the entry for a new call: the one that it replaces, or an empty one, or any. */
+/* Choose the entry for a new call: the one that it replaces, or an empty one, or any: not always the first one, in
+ * which two calls would replace each other again and again. */
 static Entry *choose_entry(
     Calls *calls, PyObject *const *key, Py_ssize_t size, const Memory *from, const Memory *to)
 {
@@ -605,7 +606,11 @@ static Entry *choose_entry(
         if (calls->entries[(place + way) & (ENTRIES - 1)].key == NULL)
             entry = &calls->entries[(place + way) & (ENTRIES - 1)];
     }
-    return entry != NULL ? entry : &calls->entries[place];
+    if (entry == NULL) {
+        calls->drawn = calls->drawn * 1664525u + 1013904223u; /* whose upper bits vary most */
+        entry = &calls->entries[(place + (calls->drawn >> 16) % WAYS) & (ENTRIES - 1)];
+    }
+    return entry;
 }
 
 static PyObject *add(PyObject *self, PyObject *args)

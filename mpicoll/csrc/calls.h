@@ -33,6 +33,7 @@ struct Calls {
     PyObject *queue, *pending, *group; /* NULL: garbage that was collected */
     bool enabled;
     unsigned int generation; /* how many times calls were removed */
+    uint32_t drawn; /* the last number by which a call of the table was chosen to be replaced */
     struct Entry *entries;   /* NULL: there has been none */
     bool published;
     int deferrable; /* calls of MPI that may begin before Python compares them */

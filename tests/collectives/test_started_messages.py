@@ -15,7 +15,7 @@ from support.garbage import collect_during, make_garbage
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.collectives.repeated_messages import StartedMessage
+from mpicoll.collectives.repeated_messages import StartedMessage, makes_progress
 from mpicoll.engine.core.communicator import core_of
 
 TURNS = 5
@@ -165,6 +165,31 @@ def test_memory_lives_until_they_complete(several: Ranks) -> None:
             mpicoll.waitall([mpicoll.irecv(np.empty(1), me, 6), mpicoll.isend(np.ones(1), me, 6)])
             assert time.monotonic() < deadline
         mpicoll.barrier()
+
+    if not several.local:
+        several(body)
+
+
+@pytest.mark.extension
+def test_calls_do_not_replace_each_other_again_and_again(several: Ranks) -> None:
+    """With more kinds of messages than the extension has room for, those that are repeated by turns take the short
+    way."""
+
+    def body() -> None:
+        me, x = _neighbours()[0], np.ones(1)
+        with mpicoll.world().duplicate() as comm:
+
+            def exchange(tag: int) -> bool:
+                received = mpicoll.irecv(x, me, tag, comm=comm)
+                mpicoll.waitall([received, mpicoll.isend(x, me, tag, comm=comm)])
+                return makes_progress(received)
+
+            for tag in range(1000, 2000):  # receives and sends: all places are taken
+                for _ in range(2):
+                    exchange(tag)
+            for _ in range(12):
+                short = [exchange(tag) for tag in range(40)]
+            assert all(short)
 
     if not several.local:
         several(body)
