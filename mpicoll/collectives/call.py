@@ -249,14 +249,15 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
             collective = SharedMemoryCollective.of(operation, choice, arrays, call=description)
             bound_call = _bind_without_copies(arrays, x, value, collective)
             _add_repeated(operation, key, x, collective.find_compiled(), description)
-    elif choice.name == NATIVE and native is not None and _is_movable(operation.arrays, x):
-        if not description.signature:
-            description.sign()
-        _add_repeated(operation, key, x, _bind_native(operation, native), description)
-        if not small:
-            bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
-    elif operation.comm.size == 1 and _is_movable(operation.arrays, x):
-        _add_repeated(operation, key, x, _bind_local(operation), description)
+    elif _is_movable(operation.arrays, x):
+        carrier = _bind_local(operation)
+        if carrier is None and choice.name == NATIVE and native is not None:
+            if not description.signature:
+                description.sign()
+            carrier = _bind_native(operation, native)
+            if not small:
+                bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
+        _add_repeated(operation, key, x, carrier, description)
     if bound_call is None:
         if not small:
             return False
@@ -298,10 +299,10 @@ def _bind_native(operation: Operation, native: Native) -> NativeCall | None:
 
 
 def _bind_local(operation: Operation) -> NativeCall | None:
-    """Return what carries out a collective of one rank in the extension, which is a copy of the input; None if that is
-    not all."""
+    """Return what carries out a collective of one rank in the extension, which is a copy of the input whatever the
+    algorithm; None if that is not all."""
     arrays = operation.arrays
-    if operation.comm.queue.calls is None or arrays.collective == "exscan":
+    if operation.comm.size > 1 or operation.comm.queue.calls is None or arrays.collective == "exscan":
         return None
     from mpicoll._shm import NativeCall
 
