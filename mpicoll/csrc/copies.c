@@ -1,4 +1,4 @@
-/* Copies of memory by ordinary loads and stores, and the cache that holds them. */
+/* Copies of memory by ordinary loads and stores, and the size of the L3 cache. */
 
 #define _GNU_SOURCE
 #include "copies.h"
@@ -57,8 +57,8 @@ void fill(char *to, size_t nbytes, const char *from, size_t size)
     }
 }
 
-/* Bytes of the third cache of the processor that runs this; 0 if it has none, or the system does not state it. */
-static size_t read_third_cache(void)
+/* Bytes of the L3 cache of the processor that runs this; 0 if it has none, or the system does not state it. */
+static size_t read_l3_bytes(void)
 {
     char path[80];
     const int cpu = sched_getcpu();
@@ -72,7 +72,7 @@ static size_t read_third_cache(void)
     return found == 1 ? (size_t)kibibytes * 1024 : 0;
 }
 
-/* With a cache of 32 MiB, two ranks of an AMD EPYC took up to 2.3 times as long for moves of 6 and 8 MiB by stores
+/* With an L3 cache of 32 MiB, two ranks of an AMD EPYC took up to 2.3 times as long for moves of 6 and 8 MiB by stores
  * around it. Larger caches are shared by more programs. */
 bool exceeds_cache(size_t nbytes)
 {
@@ -82,8 +82,8 @@ bool exceeds_cache(size_t nbytes)
         return false;
     size_t bytes = atomic_load_explicit(&known, memory_order_relaxed);
     if (bytes == 0) {
-        const size_t third = read_third_cache();
-        bytes = third == 0 ? UNKNOWN : third < LEAST ? LEAST : third < MOST ? third : MOST;
+        const size_t l3 = read_l3_bytes();
+        bytes = l3 == 0 ? UNKNOWN : l3 < LEAST ? LEAST : l3 < MOST ? l3 : MOST;
         atomic_store_explicit(&known, bytes, memory_order_relaxed);
     }
     return nbytes > bytes;

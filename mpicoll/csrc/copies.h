@@ -49,7 +49,7 @@ static inline void copy(char *to, const char *from, size_t nbytes)
 /* Fill `nbytes` bytes, a multiple of `size`, with copies of the element at `from`, which is not among them. */
 void fill(char *to, size_t nbytes, const char *from, size_t size);
 
-/* Whether arrays of all ranks with so many bytes are more than the cache that these share is taken to hold. */
+/* Whether the arrays of all ranks, of so many bytes in all, are larger than the L3 cache, as far as its size counts. */
 bool exceeds_cache(size_t nbytes);
 
 #endif

@@ -172,8 +172,8 @@ def test_memory_lives_until_they_complete(several: Ranks) -> None:
 
 @pytest.mark.extension
 def test_calls_do_not_replace_each_other_again_and_again(several: Ranks) -> None:
-    """With more kinds of messages than the extension has room for, those that are repeated by turns take the short
-    way."""
+    """With more kinds of messages than the extension has room for, those that are repeated alternately take the
+    short way."""
 
     def body() -> None:
         me, x = _neighbours()[0], np.ones(1)

@@ -77,7 +77,7 @@ def test_results_are_the_same(size: int, count: int) -> None:
 
 
 def _cached_bytes() -> int:
-    """Bytes of the third cache, as far as they count; 16 MiB where the system does not state them."""
+    """Bytes of the L3 cache, as far as they count; 16 MiB where the system does not state them."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text("ascii")
     except OSError:
