@@ -111,8 +111,10 @@ def _make_host(number: int, folder: Path, rate: str | None, setup: str) -> int:
     subprocess.run([*inside, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0"], check=True)
     subprocess.run([*inside, "ip", "link", "set", "eth0", "up"], check=True)
     if rate is not None:
-        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-        subprocess.run([*inside, *shape], check=True)
+        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        subprocess.run([*inside, "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+        # What arrives too: that several hosts send to one at a time.
+        subprocess.run(["tc", "qdisc", "add", "dev", f"port{number}", *shape], check=True)
     subprocess.run([*inside, "sh", "-ec", setup], check=True, env=os.environ | {"HOST": str(number)})
     (folder / name).write_text(pid)
     return holder.pid
