@@ -7,8 +7,8 @@ The others are what `--algorithms` names, and `sockets` is a control: plain TCP 
 rank of the next host, that carry the bytes of the law and combine nothing. All take turns, each call begins with a
 barrier, and a time is the median over calls of the slowest rank.
 
-* law: bytes that each host has to send, for H hosts and n bytes: 2(H-1)/H n of an allreduce, (H-1)/H n of an allgather
-  or reduce_scatter, n of a bcast.
+* law: bytes that each host has to send, for H hosts of L ranks and n bytes: 2(H-1)/H n of an allreduce, (H-1)/H n of an
+  allgather or reduce_scatter, L(H-1)/H n of an alltoall, n of a bcast.
 * link: the time in which a link of `--rate` carries that, with 66 bytes of headers in each frame of 1,514, divided by
   the measured time: the share of the link that is used.
 * sent: bytes that left the busiest host, by the counters of its interface, divided by the law. Headers are up to 4.6 %.
@@ -42,12 +42,14 @@ from mpicoll.collectives.explain import make_call_query
 from mpicoll.engine.world import resolve
 from mpicoll.errors import AlgorithmError
 
-_LAWS: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda hosts: 2 * (hosts - 1) / hosts,
-    "allgather": lambda hosts: (hosts - 1) / hosts,
-    "reduce_scatter": lambda hosts: (hosts - 1) / hosts,
-    "bcast": lambda hosts: 1.0,
+_LAWS: dict[str, Callable[[int, int], float]] = {
+    "allreduce": lambda hosts, ranks: 2 * (hosts - 1) / hosts,
+    "allgather": lambda hosts, ranks: (hosts - 1) / hosts,
+    "reduce_scatter": lambda hosts, ranks: (hosts - 1) / hosts,
+    "alltoall": lambda hosts, ranks: ranks * (hosts - 1) / hosts,
+    "bcast": lambda hosts, ranks: 1.0,
 }
+"""Bytes that each of so many hosts, with so many ranks, has to send of a collective of one byte."""
 
 _ROW = "{:15} {:>7} {:22} {:>6} {:>6} {:>6} {:>6} {:>6}"
 
@@ -149,7 +151,7 @@ def make_calls(workload: Workload, names: Sequence[str], comm: Any, sockets: Soc
         if fault is not None:
             raise SystemExit(f"rank {comm.rank}: {workload.collective} by {name}: {fault}")
         calls[name] = call
-    nbytes = int(_LAWS[workload.collective](sockets.hosts) * workload.nbytes) // sockets.ranks
+    nbytes = int(_LAWS[workload.collective](sockets.hosts, sockets.ranks) * workload.nbytes) // sockets.ranks
     calls["sockets"] = partial(sockets.move, nbytes, chain=workload.collective == "bcast")
     return calls
 
@@ -201,7 +203,7 @@ def main() -> None:
     for collective in arguments.collectives or _LAWS:
         for size in arguments.sizes:
             workload = Workload(collective, size, "float32", "sum", comm.size)
-            law = _LAWS[collective](sockets.hosts) * workload.nbytes
+            law = _LAWS[collective](sockets.hosts, sockets.ranks) * workload.nbytes
             calls = make_calls(workload, ["mpicoll", *arguments.algorithms.split(",")], comm, sockets)
             let_learn(workload, comm, calls["mpicoll"])
             found: dict[str, list[Call]] = {name: [] for name in calls}

@@ -23,7 +23,7 @@ TCP_RULES = (
     "reduce_scatter:256k-inf:hierarchical,512k-2m:pairwise,2m-inf:ring;"
     "bcast:256k-inf:hierarchical,64k-inf:chain/1,64k-inf:scatter_allgather;"
     "allgather:1m-inf:hierarchical,1m-inf:ring;"
-    "alltoall:2m-inf:hierarchical,512k-inf:pairwise"
+    "alltoall:512k-inf:pairwise"
 )
 """Rules for data on the host between three and more nodes that only TCP joins: they come before DEFAULT_RULES. MPI
 libraries announce large messages there, and take algorithms that send more than necessary between the nodes."""
@@ -34,7 +34,7 @@ TCP_PAIR_RULES = (
     "reduce_scatter:512k-inf:hierarchical,256k-2m:pairwise,2m-inf:ring;"
     "bcast:2m-inf:hierarchical,1m-inf:chain/1;"
     "allgather:1m-inf:hierarchical,1m-inf:ring;"
-    "alltoall:2m-inf:hierarchical,1m-inf:pairwise"
+    "alltoall:512k-inf:pairwise"
 )
 """The same between two nodes, where most algorithms send as much."""
 

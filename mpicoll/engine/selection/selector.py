@@ -215,10 +215,10 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
 
 def _pays(query: SelectionQuery, name: str) -> bool:
     """Return False if the schedule of a rule for TCP is not expected to pay: with small blocks, or among all ranks
-    where the hierarchical algorithm can serve, which sends less between nodes."""
+    where the hierarchical algorithm can serve, which sends less between nodes (of an alltoall, it sends as much)."""
     if (query.nbytes or 0) // query.context.layout.ranks < TCP_BLOCKS.get(name, DEFAULT_TCP_BLOCK):
         return False
-    return name == HIERARCHICAL or _unsupported_by_hierarchy(query) is not None
+    return name == HIERARCHICAL or query.collective == "alltoall" or _unsupported_by_hierarchy(query) is not None
 
 
 def _match_rules(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:

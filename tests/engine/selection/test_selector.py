@@ -215,8 +215,8 @@ SPREAD, PAIRS, MANY = NodeLayout(4, 4, 1), NodeLayout(8, 4, 2), NodeLayout(64, 6
         ("bcast", 128 << 10, PAIRS, "native"),
         ("bcast", 512 << 10, PAIRS, "hierarchical"),
         ("alltoall", 1 << 20, SPREAD, "pairwise"),
-        ("alltoall", 1 << 20, PAIRS, "native"),
-        ("alltoall", 2 << 20, PAIRS, "hierarchical"),
+        ("alltoall", 1 << 20, PAIRS, "pairwise"),
+        ("alltoall", 1 << 20, MANY, "native"),
     ],
 )
 def test_built_in_rules_for_tcp(
