@@ -82,7 +82,7 @@ class HierarchicalPhases:
         self.root_node = comm.nodes[arrays.root]
         self.root_lane = self.ranks[self.root_node].index(arrays.root)
         self.failure: BaseException | None = None
-        self._scratch: Array | None = None
+        self._memory: dict[tuple[str, int], Array] = {}
         self.pieces = 1
         self._streams = False
         if operation.on is None and operation.query.elementwise:
@@ -161,12 +161,22 @@ class HierarchicalPhases:
         if self.failure is not None:
             raise self.failure
 
-    def get_scratch(self, beside: Array, count: int) -> Array:
-        """Return memory for `count` elements, the same for all pieces: none may use it while it travels. What one piece
-        leaves there is in the caches when the next one writes to it."""
-        if self._scratch is None or self._scratch.size < count:
-            self._scratch = empty_beside(beside, count)
-        return self._scratch[:count]
+    def get_scratch(self, name: str, beside: Array, count: int) -> Array:
+        """Return memory for `count` elements, the same of each `name` for all pieces: none may use it while it travels.
+        What one piece leaves there is in the caches when the next one writes to it."""
+        return self._get_memory(name, 0, beside, count)
+
+    def get_travelling(self, name: str, beside: Array, count: int) -> Array:
+        """Return memory for `count` elements of the current piece, of each `name`, which it may use until it has passed
+        through all phases. Later pieces use it again: memory that a process has not used yet is slow."""
+        piece = len(self._parts) - 1
+        return self._get_memory(name, piece % (_IN_FLIGHT + 1) if self._streams else 0, beside, count)
+
+    def _get_memory(self, name: str, number: int, beside: Array, count: int) -> Array:
+        memory = self._memory.get((name, number))
+        if memory is None or memory.size < count:
+            memory = self._memory[name, number] = empty_beside(beside, count)
+        return memory[:count]
 
     def add_local_step(self, step: Callable[[], None]) -> None:
         """Add a step of this rank alone."""
@@ -331,8 +341,8 @@ def _reduce_scatter(phases: HierarchicalPhases, piece: int) -> None:
     """In the node, each rank reduces what its lane is to get."""
     source, array = _get_operand(phases)
     blocks = _pack_blocks(phases, piece)
-    packed = source if blocks.in_order else phases.get_scratch(array, sum(blocks.lanes))
-    lane_blocks = empty_beside(array, sum(blocks.lane))
+    packed = source if blocks.in_order else phases.get_scratch("packed", array, sum(blocks.lanes))
+    lane_blocks = phases.get_travelling("lane", array, sum(blocks.lane))
     target = phases.arrays.target
     assert target is not None
     phases.add_local_step(lambda: blocks.pack(source, packed))
@@ -344,8 +354,10 @@ def _reduce_scatter(phases: HierarchicalPhases, piece: int) -> None:
 def _allgather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
-    packed = target if blocks.in_order else phases.get_scratch(target, sum(blocks.lanes))
-    lane_blocks = blocks.own(packed) if blocks.in_order else empty_beside(target, sum(blocks.lane))
+    packed = target if blocks.in_order else phases.get_scratch("packed", target, sum(blocks.lanes))
+    lane_blocks = (
+        blocks.own(packed) if blocks.in_order else phases.get_travelling("lane", target, sum(blocks.lane))
+    )
     phases.add_phase(phases.lane, "allgather", source[blocks.block], lane_blocks, blocks.lane)
     phases.add_phase(phases.node, "allgather", lane_blocks, packed, blocks.lanes)
     phases.add_local_step(lambda: blocks.unpack(packed, target))
@@ -354,10 +366,14 @@ def _allgather(phases: HierarchicalPhases, piece: int) -> None:
 def _gather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
-    packed = None if target is None else blocks.memory(target)
+    packed = target
+    if target is not None and not blocks.in_order:
+        packed = phases.get_travelling("packed", target, sum(blocks.lanes))
     lane_blocks = None
     if phases.comm.node == phases.root_node:
-        lane_blocks = empty_beside(source, sum(blocks.lane)) if packed is None else blocks.own(packed)
+        lane_blocks = (
+            phases.get_travelling("lane", source, sum(blocks.lane)) if packed is None else blocks.own(packed)
+        )
     phases.add_phase(phases.lane, "gather", source[blocks.block], lane_blocks, blocks.lane, phases.root_node)
     if lane_blocks is not None:
         phases.add_phase(phases.node, "gather", lane_blocks, packed, blocks.lanes, phases.root_lane)
@@ -368,13 +384,14 @@ def _gather(phases: HierarchicalPhases, piece: int) -> None:
 def _scatter(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
-    packed = None if source is None else blocks.memory(source)
-    lane_blocks = None
-    if packed is not None:
+    packed = source
+    if source is not None and not blocks.in_order:
+        packed = phases.get_scratch("packed", source, sum(blocks.lanes))
         phases.add_local_step(lambda: blocks.pack(source, packed))
+    lane_blocks = None
     if phases.comm.node == phases.root_node:
         # Apart at the root too: `packed` may be the caller's input.
-        lane_blocks = empty_beside(target, sum(blocks.lane))
+        lane_blocks = phases.get_travelling("lane", target, sum(blocks.lane))
         phases.add_phase(phases.node, "scatter", packed, lane_blocks, blocks.lanes, phases.root_lane)
     phases.add_phase(phases.lane, "scatter", lane_blocks, target[blocks.block], blocks.lane, phases.root_node)
 
@@ -384,10 +401,12 @@ def _alltoall(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
     nodes, local, each = len(phases.ranks), phases.comm.local_size, blocks.lane[0]
-    packed = blocks.memory(source)
+    count = sum(blocks.lanes)
+    packed = source if blocks.in_order else phases.get_scratch("packed", source, count)
     # As [rank of the node that it comes from, node that it goes to], and the other way round; then [node that it
     # comes from, rank of that node].
-    by_rank, by_node, arrived = (empty_beside(source, packed.size) for _ in range(3))
+    by_rank = phases.get_scratch("by rank", source, count)
+    by_node, arrived = (phases.get_travelling(name, source, count) for name in ("by node", "arrived"))
     phases.add_local_step(lambda: blocks.pack(source, packed))
     phases.add_phase(phases.node, "alltoall", packed, by_rank, [nodes * each] * local)
     phases.add_local_step(lambda: _transpose(by_rank, by_node, local, nodes))

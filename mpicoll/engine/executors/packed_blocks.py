@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arrays import displacements, even_displacements
 
@@ -44,10 +43,6 @@ class PackedBlocks:
         local = next(node.index(rank) for node in ranks if rank in node)
         self.lane = [sizes[node[local]] for node in ranks]
         self._own = slice(*self.starts[local : local + 2])
-
-    def memory(self, blocks: Array) -> Array:
-        """Return memory for the packed blocks: `blocks` itself if the order of ranks is the packed order."""
-        return blocks if self.in_order else empty_beside(blocks, sum(self.lanes))
 
     def own(self, packed: Array) -> Array:
         """Return the blocks of this rank's lane."""
