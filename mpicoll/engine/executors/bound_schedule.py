@@ -187,20 +187,21 @@ class ScheduleBinder:
         self._raw = [region.array.view(np.uint8) for region in regions]
         self._combine = combine
         self._chunks = ChunkMap([region.offsets for region in regions])
-        self._incoming = self._allocate_incoming()
+        incoming = self._count_incoming()
+        # For received data that is to be reduced.
+        self._incoming = empty_beside(regions[0].array, incoming) if incoming else None
 
     def steps(self) -> list[BoundRound]:
         steps = (self._bind_round(number, one) for number, one in enumerate(self._schedule.rounds))
         return [step for step in steps if step is not None]
 
-    def _allocate_incoming(self) -> Array | None:
-        """Scratch memory for received data that is to be reduced, enough for the largest round."""
+    def _count_incoming(self) -> int:
+        """Return the most elements that are received to be reduced in a round."""
         count = self._chunks.count
-        need = max(
+        return max(
             (sum(count(recv.chunks) for recv in one.recvs if recv.reduce) for one in self._schedule.rounds),
             default=0,
         )
-        return empty_beside(self._regions[0].array, need) if need else None
 
     def _bind_round(self, number: int, one: Any) -> BoundRound | None:
         step = BoundRound(number)

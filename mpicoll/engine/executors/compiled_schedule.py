@@ -13,7 +13,7 @@ from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.executors import bound_schedule, streamed
 from mpicoll.engine.executors.bound_schedule import ChunkMap, Extent, name_round
-from mpicoll.engine.executors.step_layout import Part, Step, lay_out
+from mpicoll.engine.executors.step_layout import Part, Step, count_incoming, lay_out
 from mpicoll.engine.executors.streamed import describe_step
 from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Copy, Local, Schedule
@@ -153,7 +153,6 @@ def make_numbers(
     """
     steps = lay_out(schedule, offsets, itemsize)
     chunks = ChunkMap(offsets)
-    ends = [part.incoming[2] for step in steps for part in step.parts if part.incoming is not None]
     unwritten = _Unwritten([(0, offsets[0][-1])] if reads_input else [])
     body = array("q")
     for step in steps:
@@ -169,7 +168,7 @@ def make_numbers(
         for one in local:
             _add_local(body, one, chunks, itemsize)
     # What no step writes may be part of the result.
-    plan = array("q", (len(steps), max(ends, default=0) * itemsize, len(unwritten.extents)))
+    plan = array("q", (len(steps), count_incoming(steps) * itemsize, len(unwritten.extents)))
     for start, stop in unwritten.extents:
         _add_run(plan, (0, start, stop), itemsize, _INPUT)
     plan += body

@@ -355,9 +355,7 @@ def _allgather(phases: HierarchicalPhases, piece: int) -> None:
     source, target = _get_arrays(phases)
     blocks = _pack_blocks(phases, piece)
     packed = target if blocks.in_order else phases.get_scratch("packed", target, sum(blocks.lanes))
-    lane_blocks = (
-        blocks.own(packed) if blocks.in_order else phases.get_travelling("lane", target, sum(blocks.lane))
-    )
+    lane_blocks = blocks.own(packed) if blocks.in_order else phases.get_travelling("lane", target, sum(blocks.lane))
     phases.add_phase(phases.lane, "allgather", source[blocks.block], lane_blocks, blocks.lane)
     phases.add_phase(phases.node, "allgather", lane_blocks, packed, blocks.lanes)
     phases.add_local_step(lambda: blocks.unpack(packed, target))
@@ -371,9 +369,7 @@ def _gather(phases: HierarchicalPhases, piece: int) -> None:
         packed = phases.get_travelling("packed", target, sum(blocks.lanes))
     lane_blocks = None
     if phases.comm.node == phases.root_node:
-        lane_blocks = (
-            phases.get_travelling("lane", source, sum(blocks.lane)) if packed is None else blocks.own(packed)
-        )
+        lane_blocks = phases.get_travelling("lane", source, sum(blocks.lane)) if packed is None else blocks.own(packed)
     phases.add_phase(phases.lane, "gather", source[blocks.block], lane_blocks, blocks.lane, phases.root_node)
     if lane_blocks is not None:
         phases.add_phase(phases.node, "gather", lane_blocks, packed, blocks.lanes, phases.root_lane)

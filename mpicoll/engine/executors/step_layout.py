@@ -13,6 +13,10 @@ from mpicoll.schedules import Recv, Round, Schedule, Send
 _INCOMING = -1
 """The region of extents in the memory for what is received to be reduced."""
 
+INCOMING_STEPS = 16
+"""Steps that send, after which the memory for what is received to be reduced is used again: it stays in the caches, and
+the kernel need not provide so much of it. Fewer sends to a rank are posted at a time."""
+
 _PART_OF_PIECE = 4096
 """The first piece of a message lacks such a part of a piece for each piece of the message."""
 
@@ -72,6 +76,8 @@ class _Layout:
             opaque = bool(one.then) or any(not message.chunks for message in list_messages(one))
             if opaque or not _are_separate(parts):
                 parts = [part._replace(step=0) for part in parts]
+            reused = INCOMING_STEPS if _sends_where_it_reduces(parts) else len(parts)
+            parts = _place_incoming(parts, reused)
             pieces = max((part.step + 1 for part in parts), default=int(bool(one.then)))
             if not pieces:
                 continue
@@ -83,6 +89,8 @@ class _Layout:
                 # Only the round before may be in progress, and it has to use other memory.
                 used = [extent for part in own for extent in _get_extents(part)]
                 needs = first if opaque else max(blocked, before, _find_last(earlier, used))
+                if at >= reused and any(part.incoming is not None for part in own):
+                    needs = max(needs, first + at - reused + 1)
                 local = bool(one.then) and at == pieces - 1
                 steps.append(Step(number, at, pieces, needs, tuple(own), local))
             earlier = sorted((*extent, first + part.step + 1) for part in parts for extent in _get_extents(part))
@@ -94,7 +102,6 @@ class _Layout:
     def _make_parts(self, one: Round) -> Iterator[Part]:
         """Yield the pieces of all messages of a round. Two messages to one rank are in steps one after the other, since
         the rank may receive them in different rounds."""
-        used = 0
         next_step: dict[tuple[int, bool], int] = {}
         for message in list_messages(one):
             receives = isinstance(message, Recv)
@@ -103,11 +110,7 @@ class _Layout:
             step = next_step.get((peer, receives), 0)
             cut = self._is_cut(message.chunks)
             for runs in self._cut(message.chunks):
-                incoming = None
-                if reduce and runs:
-                    size = sum(stop - start for _, start, stop in runs)
-                    incoming = (_INCOMING, used, used + size)
-                    used += size
+                incoming = (_INCOMING, 0, sum(stop - start for _, start, stop in runs)) if reduce and runs else None
                 yield Part(step, peer, not receives, runs, incoming, cut)
                 step += 1
             next_step[peer, receives] = step
@@ -147,6 +150,38 @@ class _Layout:
 
 def list_messages(one: Round) -> list[Send | Recv]:
     return [*one.recvs, *one.sends]
+
+
+def _sends_where_it_reduces(parts: Sequence[Part]) -> bool:
+    """Return True if each step of a round that receives what is to be reduced also sends. Else a later round may send
+    what has arrived in the first steps, and must not wait until the last ones can begin."""
+    return {part.step for part in parts if part.incoming is not None} <= {part.step for part in parts if part.sends}
+
+
+def _place_incoming(parts: Sequence[Part], reused: int) -> list[Part]:
+    """Return the parts of a round with places in the memory for what is received to be reduced, which is used again
+    after so many steps."""
+    used: dict[int, int] = {}
+    within: list[int] = []
+    for part in parts:
+        within.append(used.get(part.step, 0))
+        if part.incoming is not None:
+            used[part.step] = within[-1] + part.incoming[2]
+    stride = max(used.values(), default=0)
+    placed: list[Part] = []
+    for part, offset in zip(parts, within, strict=True):
+        incoming = part.incoming
+        if incoming is not None:
+            start = part.step % reused * stride + offset
+            incoming = (_INCOMING, start, start + incoming[2])
+        placed.append(part._replace(incoming=incoming))
+    return placed
+
+
+def count_incoming(steps: Sequence[Step]) -> int:
+    """Return the elements of the memory for what is received to be reduced."""
+    ends = (part.incoming[2] for step in steps for part in step.parts if part.incoming is not None)
+    return max(ends, default=0)
 
 
 def _get_extents(part: Part) -> list[Extent]:

@@ -31,7 +31,7 @@ from mpicoll.engine.executors.bound_schedule import (
     name_round,
     name_schedule,
 )
-from mpicoll.engine.executors.step_layout import Step, lay_out, list_messages
+from mpicoll.engine.executors.step_layout import Step, count_incoming, lay_out, list_messages
 from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Message, PostedRound
@@ -106,7 +106,7 @@ class StreamedSchedule:
         self.steps = lay_out(schedule, offsets, regions[0].array.itemsize)
         self.at = 0
         """Number of the steps that have ended: the first step that has not."""
-        self._binder = _StepBinder(schedule, regions, combine)
+        self._binder = _StepBinder(schedule, regions, combine, self.steps)
         # The steps that have begun in a run.
         self._bound: list[BoundRound] = []
         self._flights: deque[_Flight] = deque()
@@ -242,6 +242,15 @@ def describe_step(schedule: Schedule, steps: Sequence[Step], at: int, members: S
 
 class _StepBinder(ScheduleBinder):
     """Binds steps to memory."""
+
+    def __init__(
+        self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None, steps: Sequence[Step]
+    ) -> None:
+        self._incoming_count = count_incoming(steps)
+        super().__init__(schedule, regions, combine)
+
+    def _count_incoming(self) -> int:
+        return self._incoming_count
 
     def bind_step(self, step: Step) -> BoundRound:
         bound = BoundRound(step.round)

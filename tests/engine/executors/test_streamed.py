@@ -18,7 +18,7 @@ from mpicoll.engine.core.arrays import Region, displacements
 from mpicoll.engine.executors import bound_schedule as executor
 from mpicoll.engine.executors import streamed
 from mpicoll.engine.executors.bound_schedule import BoundRound
-from mpicoll.engine.executors.step_layout import lay_out
+from mpicoll.engine.executors.step_layout import INCOMING_STEPS, count_incoming, lay_out
 from mpicoll.engine.executors.streamed import StreamedSchedule, has_large_messages
 from mpicoll.schedules import Copy, Recv, Round, Schedule, Send
 from mpicoll.transport import local, waiting
@@ -216,6 +216,27 @@ def test_large_messages_have_larger_pieces() -> None:
         2 * piece,
         60 * piece,
     ]
+
+
+@pytest.mark.parametrize("name", ["ring", "recursive_doubling"])
+def test_memory_for_what_is_received_is_used_again(name: str) -> None:
+    """Of 64 MiB, that for 16 pieces."""
+    schedule = schedules.get("allreduce", name).schedule(0, 2)
+    chunks = schedule.chunks
+    offsets = tuple((8 << 20) * i // chunks for i in range(chunks + 1))
+    steps = lay_out(schedule, (offsets,), 8)
+    piece = executor.get_piece_size((64 << 20) // chunks)
+    assert max(step.pieces for step in steps) > 2 * INCOMING_STEPS
+    assert count_incoming(steps) * 8 == INCOMING_STEPS * piece
+
+
+def test_memory_is_not_used_again_where_a_later_round_would_wait_for_it() -> None:
+    """In a chain, each rank passes the first pieces on before the last ones have arrived."""
+    schedule = schedules.get("reduce", "chain").schedule(1, 3)
+    steps = lay_out(schedule, ((0, 8 << 20),), 8)
+    (received, sent) = [[step for step in steps if step.round == one] for one in sorted({one.round for one in steps})]
+    assert [step.needs for step in received] == [0] * len(received)
+    assert [step.needs for step in sent] == list(range(1, len(sent) + 1))
 
 
 # --- overlap
