@@ -23,7 +23,11 @@ TCP_RULES = (
     "reduce_scatter:256k-inf:hierarchical,512k-2m:pairwise,2m-inf:ring;"
     "bcast:256k-inf:hierarchical,64k-inf:chain/1,64k-inf:scatter_allgather;"
     "allgather:1m-inf:hierarchical,1m-inf:ring;"
-    "alltoall:512k-inf:pairwise"
+    "gather:2m-inf:linear;"
+    "scatter:2m-inf:linear;"
+    "alltoall:512k-inf:pairwise;"
+    "scan:512k-inf:linear;"
+    "exscan:1m-inf:linear"
 )
 """Rules for data on the host between three and more nodes that only TCP joins: they come before DEFAULT_RULES. MPI
 libraries announce large messages there, and take algorithms that send more than necessary between the nodes."""
@@ -34,13 +38,17 @@ TCP_PAIR_RULES = (
     "reduce_scatter:512k-inf:hierarchical,256k-2m:pairwise,2m-inf:ring;"
     "bcast:2m-inf:hierarchical,1m-inf:chain/1;"
     "allgather:1m-inf:hierarchical,1m-inf:ring;"
-    "alltoall:512k-inf:pairwise"
+    "gather:2m-inf:linear;"
+    "scatter:2m-inf:linear;"
+    "alltoall:512k-inf:pairwise;"
+    "scan:1m-inf:linear;"
+    "exscan:1m-inf:linear"
 )
 """The same between two nodes, where most algorithms send as much."""
 
-TCP_BLOCKS = {"chain": 128 * 1024, "chain/1": 128 * 1024, "scatter_allgather": 8 * 1024}
+TCP_BLOCKS = {"chain": 128 * 1024, "chain/1": 128 * 1024, "linear": 128 * 1024, "scatter_allgather": 8 * 1024}
 """Bytes of each rank's block from which a schedule of these rules is taken, if not from DEFAULT_TCP_BLOCK. The last
-rank of a chain waits until a piece of up to 256 KiB has passed through all others."""
+rank of a chain, and of a linear scan, waits until a piece of up to 256 KiB has passed through all others."""
 
 DEFAULT_TCP_BLOCK = 32 * 1024
 """With smaller blocks the number of rounds counts, each of which takes longer than one of the MPI library."""

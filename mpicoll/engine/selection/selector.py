@@ -49,6 +49,9 @@ _SEGMENT = 128 * 1024
 
 _MAX_SEGMENTS = 64
 
+_FEWER_BYTES_BY_HIERARCHY = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather")
+"""Collectives of which the hierarchical algorithm sends less between nodes than schedules among all ranks."""
+
 _DIRECT_BYTES = 4096
 """From this size on, shared-memory algorithms are preferred if the buffers may lie in memory that all ranks map."""
 
@@ -215,10 +218,12 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
 
 def _pays(query: SelectionQuery, name: str) -> bool:
     """Return False if the schedule of a rule for TCP is not expected to pay: with small blocks, or among all ranks
-    where the hierarchical algorithm can serve, which sends less between nodes (of an alltoall, it sends as much)."""
+    where the hierarchical algorithm can serve and sends less between nodes."""
     if (query.nbytes or 0) // query.context.layout.ranks < TCP_BLOCKS.get(name, DEFAULT_TCP_BLOCK):
         return False
-    return name == HIERARCHICAL or query.collective == "alltoall" or _unsupported_by_hierarchy(query) is not None
+    if name == HIERARCHICAL or query.collective not in _FEWER_BYTES_BY_HIERARCHY:
+        return True
+    return _unsupported_by_hierarchy(query) is not None
 
 
 def _match_rules(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:

@@ -217,6 +217,12 @@ SPREAD, PAIRS, MANY = NodeLayout(4, 4, 1), NodeLayout(8, 4, 2), NodeLayout(64, 6
         ("alltoall", 1 << 20, SPREAD, "pairwise"),
         ("alltoall", 1 << 20, PAIRS, "pairwise"),
         ("alltoall", 1 << 20, MANY, "native"),
+        ("gather", 1 << 20, SPREAD, "native"),
+        ("gather", 2 << 20, PAIRS, "linear"),
+        ("scatter", 2 << 20, SPREAD, "linear"),
+        ("scan", 512 << 10, SPREAD, "linear"),
+        ("scan", 1 << 20, PAIRS, "linear"),
+        ("exscan", 512 << 10, PAIRS, "native"),
     ],
 )
 def test_built_in_rules_for_tcp(
