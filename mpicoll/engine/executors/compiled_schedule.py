@@ -168,12 +168,24 @@ def make_numbers(
         for one in local:
             _add_local(body, one, chunks, itemsize)
     # What no step writes may be part of the result.
-    plan = array("q", (len(steps), count_incoming(steps) * itemsize, len(unwritten.extents)))
-    for start, stop in unwritten.extents:
+    copied = unwritten.find_common(_find_result(schedule, chunks))
+    plan = array("q", (len(steps), count_incoming(steps) * itemsize, len(copied)))
+    for start, stop in copied:
         _add_run(plan, (0, start, stop), itemsize, _INPUT)
     plan += body
     peers = {part.peer for step in steps for part in step.parts if everywhere or part.cut}
     return tuple(sorted(peers)), plan
+
+
+def _find_result(schedule: Schedule, chunks: ChunkMap) -> tuple[int, int]:
+    """Return which elements of the first region are the result of a schedule that may read its input."""
+    if schedule.collective == "reduce_scatter":
+        _, start, stop = chunks.find(schedule.rank)
+        return start, stop
+    if schedule.collective == "reduce" and schedule.rank != schedule.root:
+        return 0, 0
+    _, _, stop = chunks.find(schedule.chunks - 1)
+    return 0, stop
 
 
 _INPUT = 1
@@ -204,6 +216,11 @@ class _Unwritten:
             if at < stop or start == stop:
                 pieces.append(((region, at, stop), region))
         return pieces
+
+    def find_common(self, extent: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the extents that are also in `extent`."""
+        common = [(max(begin, extent[0]), min(end, extent[1])) for begin, end in self.extents]
+        return [(start, stop) for start, stop in common if start < stop]
 
     def remove(self, runs: Sequence[Extent]) -> None:
         for _, start, stop in runs:

@@ -14,8 +14,8 @@ _INCOMING = -1
 """The region of extents in the memory for what is received to be reduced."""
 
 INCOMING_STEPS = 16
-"""Steps that send, after which the memory for what is received to be reduced is used again: it stays in the caches, and
-the kernel need not provide so much of it. Fewer sends to a rank are posted at a time."""
+"""Steps after which the memory for what is received to be reduced is used again, where the rank sends meanwhile: it
+stays in the caches, and the kernel need not provide so much of it. Fewer sends to a rank are posted at a time."""
 
 _PART_OF_PIECE = 4096
 """The first piece of a message lacks such a part of a piece for each piece of the message."""
@@ -76,7 +76,9 @@ class _Layout:
             opaque = bool(one.then) or any(not message.chunks for message in list_messages(one))
             if opaque or not _are_separate(parts):
                 parts = [part._replace(step=0) for part in parts]
-            reused = INCOMING_STEPS if _sends_where_it_reduces(parts) else len(parts)
+            # A later round may send what arrives in the first steps, and must not wait until the last ones can begin.
+            is_last = number == len(self._schedule.rounds) - 1
+            reused = INCOMING_STEPS if is_last or _sends_where_it_reduces(parts) else len(parts)
             parts = _place_incoming(parts, reused)
             pieces = max((part.step + 1 for part in parts), default=int(bool(one.then)))
             if not pieces:
@@ -153,8 +155,7 @@ def list_messages(one: Round) -> list[Send | Recv]:
 
 
 def _sends_where_it_reduces(parts: Sequence[Part]) -> bool:
-    """Return True if each step of a round that receives what is to be reduced also sends. Else a later round may send
-    what has arrived in the first steps, and must not wait until the last ones can begin."""
+    """Return True if each step of a round that receives what is to be reduced also sends."""
     return {part.step for part in parts if part.incoming is not None} <= {part.step for part in parts if part.sends}
 
 

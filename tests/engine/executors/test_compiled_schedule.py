@@ -308,3 +308,22 @@ def test_invalid_plans() -> None:
         make(0, 0, 0, op="unknown")
     with pytest.raises(ValueError, match="invalid arguments"):
         make(0, 0, 0, itemsize=0)
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "rank", "copied"),
+    [
+        ("reduce_scatter", "pairwise", 1, []),
+        ("reduce", "chain", 2, []),
+        ("scan", "linear", 0, [(0, 12)]),
+        ("scan", "linear", 1, []),
+        ("allreduce", "ring", 1, []),
+    ],
+)
+def test_what_no_step_writes_is_copied_if_it_is_a_result(
+    collective: str, name: str, rank: int, copied: list[tuple[int, int]]
+) -> None:
+    schedule = mpicoll.schedules.get(collective, name).schedule(rank, 3)
+    offsets = tuple(12 * i // schedule.chunks for i in range(schedule.chunks + 1))
+    _, (_, _, count, *rest) = compiled_schedule.make_numbers(schedule, (offsets,), 8, True, True)
+    assert [(start // 8, stop // 8) for _, start, stop, _ in zip(*[iter(rest[: 4 * count])] * 4, strict=True)] == copied

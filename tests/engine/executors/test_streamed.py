@@ -218,10 +218,12 @@ def test_large_messages_have_larger_pieces() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["ring", "recursive_doubling"])
-def test_memory_for_what_is_received_is_used_again(name: str) -> None:
+@pytest.mark.parametrize(
+    ("collective", "name"), [("allreduce", "ring"), ("allreduce", "recursive_doubling"), ("reduce", "chain")]
+)
+def test_memory_for_what_is_received_is_used_again(collective: str, name: str) -> None:
     """Of 64 MiB, that for 16 pieces."""
-    schedule = schedules.get("allreduce", name).schedule(0, 2)
+    schedule = schedules.get(collective, name).schedule(0, 2)
     chunks = schedule.chunks
     offsets = tuple((8 << 20) * i // chunks for i in range(chunks + 1))
     steps = lay_out(schedule, (offsets,), 8)
