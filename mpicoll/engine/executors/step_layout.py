@@ -17,6 +17,22 @@ INCOMING_STEPS = 16
 """Steps after which the memory for what is received to be reduced is used again, where the rank sends meanwhile: it
 stays in the caches, and the kernel need not provide so much of it. Fewer sends to a rank are posted at a time."""
 
+REUSING = frozenset(
+    {
+        "allreduce/halving_doubling",
+        "allreduce/recursive_doubling",
+        "allreduce/ring",
+        "reduce/chain",
+        "reduce/reduce_scatter_gather",
+        "reduce_scatter/pairwise",
+        "reduce_scatter/recursive_halving",
+        "reduce_scatter/ring",
+        "scan/linear",
+    }
+)
+"""Algorithms that complete although such memory is used again. Other schedules may rely on all messages of a round
+being posted at once: a rank that sends only what it has received whole would wait for the last ones without end."""
+
 _PART_OF_PIECE = 4096
 """The first piece of a message lacks such a part of a piece for each piece of the message."""
 
@@ -76,9 +92,7 @@ class _Layout:
             opaque = bool(one.then) or any(not message.chunks for message in list_messages(one))
             if opaque or not _are_separate(parts):
                 parts = [part._replace(step=0) for part in parts]
-            # A later round may send what arrives in the first steps, and must not wait until the last ones can begin.
-            is_last = number == len(self._schedule.rounds) - 1
-            reused = INCOMING_STEPS if is_last or _sends_where_it_reduces(parts) else len(parts)
+            reused = INCOMING_STEPS if self._may_reuse(number, parts) else len(parts)
             parts = _place_incoming(parts, reused)
             pieces = max((part.step + 1 for part in parts), default=int(bool(one.then)))
             if not pieces:
@@ -100,6 +114,15 @@ class _Layout:
             if opaque:
                 blocked = len(steps)
         return steps
+
+    def _may_reuse(self, number: int, parts: Sequence[Part]) -> bool:
+        """Return True if a round may use the memory for what is received to be reduced again. A later round may send
+        what arrives in the first steps, and must not wait until the last ones can begin, unless all of them send."""
+        if f"{self._schedule.collective}/{self._schedule.algorithm}" not in REUSING:
+            return False
+        is_last = number == len(self._schedule.rounds) - 1
+        reducing = {part.step for part in parts if part.incoming is not None}
+        return is_last or reducing <= {part.step for part in parts if part.sends}
 
     def _make_parts(self, one: Round) -> Iterator[Part]:
         """Yield the pieces of all messages of a round. Two messages to one rank are in steps one after the other, since
@@ -152,11 +175,6 @@ class _Layout:
 
 def list_messages(one: Round) -> list[Send | Recv]:
     return [*one.recvs, *one.sends]
-
-
-def _sends_where_it_reduces(parts: Sequence[Part]) -> bool:
-    """Return True if each step of a round that receives what is to be reduced also sends."""
-    return {part.step for part in parts if part.incoming is not None} <= {part.step for part in parts if part.sends}
 
 
 def _place_incoming(parts: Sequence[Part], reused: int) -> list[Part]:

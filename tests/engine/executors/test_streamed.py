@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from mpicoll.engine.core.arrays import Region, displacements
 from mpicoll.engine.executors import bound_schedule as executor
 from mpicoll.engine.executors import streamed
 from mpicoll.engine.executors.bound_schedule import BoundRound
-from mpicoll.engine.executors.step_layout import INCOMING_STEPS, count_incoming, lay_out
+from mpicoll.engine.executors.step_layout import INCOMING_STEPS, REUSING, Step, count_incoming, lay_out
 from mpicoll.engine.executors.streamed import StreamedSchedule, has_large_messages
-from mpicoll.schedules import Copy, Recv, Round, Schedule, Send
+from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
 from mpicoll.transport import local, waiting
 from mpicoll.transport.base import Message
 
@@ -239,6 +240,61 @@ def test_memory_is_not_used_again_where_a_later_round_would_wait_for_it() -> Non
     (received, sent) = [[step for step in steps if step.round == one] for one in sorted({one.round for one in steps})]
     assert [step.needs for step in received] == [0] * len(received)
     assert [step.needs for step in sent] == list(range(1, len(sent) + 1))
+
+
+def _complete(steps: list[tuple[Step, ...]]) -> bool:
+    """Return True if all ranks complete their steps, where a message is passed when both ends have posted it."""
+    ended, begun = [0] * len(steps), [0] * len(steps)
+    missing = [[len(step.parts) for step in own] for own in steps]
+    posted: dict[tuple[int, int, bool], deque[tuple[int, int]]] = defaultdict(deque)
+    moves = True
+    while moves:
+        moves = False
+        for rank, own in enumerate(steps):
+            while begun[rank] < len(own) and own[begun[rank]].needs <= ended[rank]:
+                for part in own[begun[rank]].parts:
+                    ends = (rank, part.peer) if part.sends else (part.peer, rank)
+                    posted[(*ends, part.sends)].append((rank, begun[rank]))
+                begun[rank] += 1
+                moves = True
+        for source, dest, sends in list(posted):
+            send, recv = posted[source, dest, True], posted[source, dest, False]
+            while sends and send and recv:
+                for rank, number in (send.popleft(), recv.popleft()):
+                    missing[rank][number] -= 1
+                moves = True
+        for rank in range(len(steps)):
+            while ended[rank] < begun[rank] and not missing[rank][ended[rank]]:
+                ended[rank] += 1
+                moves = True
+    return ended == [len(own) for own in steps]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("name", sorted(REUSING))
+def test_schedules_whose_memory_is_used_again_complete(name: str) -> None:
+    algorithm = schedules.find(name)
+    for size in range(2, 10):
+        ranks = [algorithm.schedule(rank, size) for rank in range(size)]
+        count = size * 3 * 3 * INCOMING_STEPS
+        offsets = tuple(count * i // ranks[0].chunks for i in range(ranks[0].chunks + 1))
+        steps = [lay_out(one, (offsets,), 8) for one in ranks]
+        assert max(step.pieces for own in steps for step in own) > INCOMING_STEPS
+        assert _complete(steps)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_rank_that_replies_after_the_whole_message() -> None:
+    """The other rank posts its sends and receives in one round, and must not wait with some for others."""
+    replies = (Round(recvs=(Recv(1, (1,)),), then=(Reduce(1, 0),)), Round(sends=(Send(1, (0,)),)))
+    requests = (Round(sends=(Send(0, (0,)),), recvs=(Recv(0, (0,), reduce=True),)),)
+    count = 3 * 3 * INCOMING_STEPS
+    assert _complete(
+        [
+            lay_out(Schedule("allreduce", "own", rank, 2, 0, 1, 1, rounds), ((0, count), (0, count)), 8)
+            for rank, rounds in enumerate((replies, requests))
+        ]
+    )
 
 
 # --- overlap
