@@ -13,8 +13,8 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine
 from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Position
-from mpicoll.errors import CommunicationError
-from mpicoll.schedules import Copy, Schedule
+from mpicoll.errors import AlgorithmError, CommunicationError
+from mpicoll.schedules import Copy, Local, Schedule
 from mpicoll.transport.base import Message
 from mpicoll.wording import number_list
 
@@ -163,6 +163,17 @@ class ChunkMap:
         offsets = self._offsets[number]
         return number, offsets[i], offsets[i + 1]
 
+    def find_operands(self, local: Local) -> tuple[Extent, Extent]:
+        """Return the memory that a local step reads and writes. Raise AlgorithmError if their sizes differ."""
+        src, dst = self.find(local.src), self.find(local.dst)
+        sizes = src[2] - src[1], dst[2] - dst[1]
+        if sizes[0] != sizes[1]:
+            raise AlgorithmError(
+                f"{local}: chunk {local.src} has {sizes[0]} elements, and chunk {local.dst} has {sizes[1]}; local steps"
+                " need chunks of one size"
+            )
+        return src, dst
+
     def find_runs(self, chunks: Sequence[int]) -> Iterator[Extent]:
         """Return the memory of `chunks` in order, as the fewest possible extents."""
         current: Extent | None = None
@@ -229,7 +240,10 @@ class ScheduleBinder:
             elif self._chunks.count(send.chunks):
                 runs = list(self._chunks.find_runs(send.chunks))
                 step.sends.append((send.to, self._make_contiguous(runs, step.before, unpack=False)))
-        step.after += [action for local in one.then for action in self._bind_local(local)]
+        for local in one.then:
+            src, dst = self._chunks.find_operands(local)
+            if dst[1] < dst[2]:
+                step.after.append(self._bind_local(local, src, dst))
         return step if step.sends or step.recvs or step.after else None
 
     def _make_contiguous(self, runs: Sequence[Extent], actions: list[Action], *, unpack: bool) -> Array:
@@ -259,17 +273,15 @@ class ScheduleBinder:
             left, right = (incoming, target) if incoming_left else (target, incoming)
             yield self._combine, (left, right, target)
 
-    def _bind_local(self, local: Any) -> Iterator[Action]:
-        source, target = self._get_chunk(local.src), self._get_chunk(local.dst)
-        if not target.size:
-            return
+    def _bind_local(self, local: Local, src: Extent, dst: Extent) -> Action:
+        """Return a local step, or a piece of it, bound to the memory of `src` and `dst`."""
+        source, target = self._get_elements(src), self._get_elements(dst)
         if isinstance(local, Copy):
-            yield np.copyto, (target, source)
-        else:
-            assert self._combine is not None
-            left, right = (target, source) if local.src_right else (source, target)
-            yield self._combine, (left, right, target)
+            return np.copyto, (target, source)
+        assert self._combine is not None
+        left, right = (target, source) if local.src_right else (source, target)
+        return self._combine, (left, right, target)
 
-    def _get_chunk(self, chunk: int) -> Array:
-        number, start, stop = self._chunks.find(chunk)
+    def _get_elements(self, extent: Extent) -> Array:
+        number, start, stop = extent
         return self._regions[number].array[start:stop]

@@ -13,10 +13,10 @@ from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.executors import bound_schedule, streamed
 from mpicoll.engine.executors.bound_schedule import ChunkMap, Extent, name_round
-from mpicoll.engine.executors.step_layout import Part, Step, count_incoming, lay_out
+from mpicoll.engine.executors.step_layout import LocalPart, Part, Step, count_incoming, lay_out
 from mpicoll.engine.executors.streamed import describe_step
 from mpicoll.errors import CommunicationError
-from mpicoll.schedules import Copy, Local, Schedule
+from mpicoll.schedules import Copy, Schedule
 from mpicoll.transport.base import Program, ProgramPlan
 
 if TYPE_CHECKING:
@@ -156,17 +156,15 @@ def make_numbers(
     unwritten = _Unwritten([(0, offsets[0][-1])] if reads_input else [])
     body = array("q")
     for step in steps:
-        local = schedule.rounds[step.round].then if step.local else ()
-        local = tuple(one for one in local if not _is_empty(chunks.find(one.dst)))
-        body.extend((step.needs, len(step.parts), len(local)))
+        body.extend((step.needs, len(step.parts), len(step.then)))
         # What is sent was written in earlier steps. What arrives is combined in order, also with results of this one.
         before = unwritten.copy()
         for part in step.parts:
             _add_part(body, part, schedule.rank, itemsize, everywhere or part.cut, before if part.sends else unwritten)
             if not part.sends:
                 unwritten.remove(part.runs)
-        for one in local:
-            _add_local(body, one, chunks, itemsize)
+        for one in step.then:
+            _add_local(body, one, itemsize)
     # What no step writes may be part of the result.
     copied = unwritten.find_common(_find_result(schedule, chunks))
     plan = array("q", (len(steps), count_incoming(steps) * itemsize, len(copied)))
@@ -242,17 +240,14 @@ def _add_part(
         _add_run(plan, (operand if part.sends else region, start, stop), itemsize, operand)
 
 
-def _add_local(plan: array[int], local: Local, chunks: ChunkMap, itemsize: int) -> None:
-    copies = isinstance(local, Copy)
-    plan.extend((0 if copies else 1, 0 if isinstance(local, Copy) or local.src_right else 1))
-    for extent in (chunks.find(local.src), chunks.find(local.dst)):
+def _add_local(plan: array[int], part: LocalPart, itemsize: int) -> None:
+    kind = part.kind
+    copies = isinstance(kind, Copy)
+    plan.extend((0 if copies else 1, 0 if isinstance(kind, Copy) or kind.src_right else 1))
+    for extent in (part.src, part.dst):
         _add_run(plan, extent, itemsize, extent[0])
 
 
 def _add_run(plan: array[int], run: Extent, itemsize: int, operand: int) -> None:
     region, start, stop = run
     plan.extend((region, start * itemsize, stop * itemsize, operand))
-
-
-def _is_empty(extent: Extent) -> bool:
-    return extent[1] == extent[2]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from mpicoll.engine.executors.bound_schedule import ChunkMap, Extent, get_piece_size
-from mpicoll.schedules import Recv, Round, Schedule, Send
+from mpicoll.schedules import Local, Recv, Round, Schedule, Send
 
 _INCOMING = -1
 """The region of extents in the memory for what is received to be reduced."""
@@ -52,8 +52,18 @@ class Part(NamedTuple):
     """True if the message has several pieces."""
 
 
+class LocalPart(NamedTuple):
+    """A piece of a local step."""
+
+    step: int
+    """The step of its round after whose messages it runs."""
+    kind: Local
+    src: Extent
+    dst: Extent
+
+
 class Step(NamedTuple):
-    """The k-th pieces of the messages of a round."""
+    """The k-th pieces of the messages of a round, and the local steps for which they were the last ones to complete."""
 
     round: int
     piece: int
@@ -61,8 +71,7 @@ class Step(NamedTuple):
     needs: int
     """Number of steps that must have ended before it is posted."""
     parts: tuple[Part, ...]
-    local: bool
-    """True if it ends with the local steps of the round."""
+    then: tuple[LocalPart, ...]
 
 
 @lru_cache(maxsize=64)
@@ -84,32 +93,37 @@ class _Layout:
 
     def make_steps(self) -> list[Step]:
         steps: list[Step] = []
-        earlier: list[tuple[int, int, int, int]] = []
+        earlier = _UsedMemory([])
         before = blocked = 0
         for number, one in enumerate(self._schedule.rounds):
             parts = list(self._make_parts(one))
-            # Local steps, and messages that only synchronise, may concern any memory.
-            opaque = bool(one.then) or any(not message.chunks for message in list_messages(one))
+            # Messages that only synchronise may concern any memory.
+            opaque = any(not message.chunks for message in list_messages(one))
             if opaque or not _are_separate(parts):
                 parts = [part._replace(step=0) for part in parts]
             reused = INCOMING_STEPS if self._may_reuse(number, parts) else len(parts)
             parts = _place_incoming(parts, reused)
-            pieces = max((part.step + 1 for part in parts), default=int(bool(one.then)))
+            then = self._make_local_parts(one.then, parts)
+            ends = [part.step + 1 for part in parts] + [local.step + 1 for local in then]
+            pieces = max(ends, default=0)
             if not pieces:
                 continue
-            by_step: list[list[Part]] = [[] for _ in range(pieces)]
+            by_step: list[tuple[list[Part], list[LocalPart]]] = [([], []) for _ in range(pieces)]
             for part in parts:
-                by_step[part.step].append(part)
+                by_step[part.step][0].append(part)
+            for local in then:
+                by_step[local.step][1].append(local)
             first = len(steps)
-            for at, own in enumerate(by_step):
+            for at, (own, own_then) in enumerate(by_step):
                 # Only the round before may be in progress, and it has to use other memory.
                 used = [extent for part in own for extent in _get_extents(part)]
-                needs = first if opaque else max(blocked, before, _find_last(earlier, used))
+                needs = first if opaque else max(blocked, before, earlier.find_last(used))
                 if at >= reused and any(part.incoming is not None for part in own):
                     needs = max(needs, first + at - reused + 1)
-                local = bool(one.then) and at == pieces - 1
-                steps.append(Step(number, at, pieces, needs, tuple(own), local))
-            earlier = sorted((*extent, first + part.step + 1) for part in parts for extent in _get_extents(part))
+                steps.append(Step(number, at, pieces, needs, tuple(own), tuple(own_then)))
+            used_by = [(extent, part.step) for part in parts for extent in _get_extents(part)]
+            used_by += [(extent, local.step) for local in then for extent in (local.src, local.dst)]
+            earlier = _UsedMemory((extent, first + step + 1) for extent, step in used_by)
             before = first
             if opaque:
                 blocked = len(steps)
@@ -139,6 +153,26 @@ class _Layout:
                 yield Part(step, peer, not receives, runs, incoming, cut)
                 step += 1
             next_step[peer, receives] = step
+
+    def _make_local_parts(self, then: Sequence[Local], parts: Sequence[Part]) -> list[LocalPart]:
+        """Return the local steps of a round, in pieces where the messages that they read arrive in pieces. Each is in
+        the first step with which all that it concerns is final."""
+        if not then:
+            return []
+        arriving = _UsedMemory((extent, part.step) for part in parts if not part.sends for extent in part.runs)
+        used = _UsedMemory((extent, part.step) for part in parts for extent in part.runs)
+        made: list[LocalPart] = []
+        for one in then:
+            # The local steps of a round run in the order of the schedule.
+            read = _UsedMemory((part.src, part.step) for part in made)
+            written = _UsedMemory((part.dst, part.step) for part in made)
+            whole, (region, begin, _) = self._chunks.find_operands(one)
+            for src in arriving.cut(whole):
+                dst = (region, begin + src[1] - whole[1], begin + src[2] - whole[1])
+                after_messages = max(arriving.find_last([src]), used.find_last([dst]))
+                after_others = max(written.find_last([src, dst]), read.find_last([dst]))
+                made.append(LocalPart(max(after_messages, after_others), one, src, dst))
+        return made
 
     def _is_cut(self, chunks: Sequence[int]) -> bool:
         nbytes = self._chunks.count(chunks) * self._itemsize
@@ -221,15 +255,30 @@ def _are_separate(parts: Sequence[Part]) -> bool:
     return True
 
 
-def _find_last(earlier: Sequence[tuple[int, int, int, int]], own: Sequence[Extent]) -> int:
-    """Return the largest last item of those in `earlier`, sorted extents with a further item, that overlap one of
-    `own`; 0 if there are none."""
-    longest = max((stop - start for _, start, stop, _ in earlier), default=0)
-    last = 0
-    for region, start, stop in own:
-        for number, begin, end, item in reversed(earlier[: bisect_left(earlier, (region, stop))]):
-            if number != region or begin <= start - longest:
-                break
-            if end > start:
-                last = max(last, item)
-    return last
+class _UsedMemory:
+    """Extents of memory that are used, with numbers that say when."""
+
+    def __init__(self, used: Iterable[tuple[Extent, int]]) -> None:
+        self._used = sorted((*extent, number) for extent, number in used)
+        self._longest = max((stop - start for _, start, stop, _ in self._used), default=0)
+
+    def find_last(self, extents: Sequence[Extent]) -> int:
+        """Return the largest number of those that overlap one of `extents`; 0 if there are none."""
+        last = 0
+        for region, start, stop in extents:
+            for at in range(bisect_left(self._used, (region, stop)) - 1, -1, -1):
+                number, begin, end, item = self._used[at]
+                if number != region or begin <= start - self._longest:
+                    break
+                if end > start:
+                    last = max(last, item)
+        return last
+
+    def cut(self, extent: Extent) -> Iterator[Extent]:
+        """Yield `extent` in pieces, so that each lies within each of those that are used, or beside it."""
+        region, start, stop = extent
+        ends = {end for number, *both, _ in self._used if number == region for end in both if start < end < stop}
+        for end in sorted((*ends, stop)):
+            if start < end:
+                yield region, start, end
+            start = end

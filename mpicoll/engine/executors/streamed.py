@@ -267,8 +267,6 @@ class _StepBinder(ScheduleBinder):
                 bound.sends.append((part.peer, self._make_contiguous(part.runs, bound.before, unpack=False)))
             else:
                 bound.recvs.append((part.peer, self._make_contiguous(part.runs, bound.after, unpack=True)))
-        if step.local:
-            bound.after += [
-                action for local in self._schedule.rounds[step.round].then for action in self._bind_local(local)
-            ]
+        for local in step.then:
+            bound.after.append(self._bind_local(local.kind, local.src, local.dst))
         return bound

@@ -27,7 +27,7 @@ TCP_RULES = (
     "scatter:2m-inf:linear;"
     "alltoall:512k-inf:pairwise;"
     "scan:512k-inf:linear;"
-    "exscan:1m-inf:linear"
+    "exscan:512k-inf:linear"
 )
 """Rules for data on the host between three and more nodes that only TCP joins: they come before DEFAULT_RULES. MPI
 libraries announce large messages there, and take algorithms that send more than necessary between the nodes."""

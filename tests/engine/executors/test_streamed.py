@@ -180,15 +180,64 @@ def test_pieces_that_write_what_others_read_go_together() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_local_steps_and_tokens_wait_for_all() -> None:
+def test_tokens_wait_for_all() -> None:
     program, _ = _bind(
-        Round((), (Recv(1, (0,)),), (Copy(0, 1),)),
         Round((Send(1, (2,)),)),
         Round((Send(1),)),
         Round((), (Recv(1, (2,)),)),
         blocks=(6, 6, 6),
     )
-    assert _needs(program) == [(0, 0), (1, 1), (1, 1), (2, 3), (3, 4), (3, 4)]
+    assert _needs(program) == [(0, 0), (0, 0), (1, 2), (2, 3), (2, 3)]
+
+
+def _find_local_parts(program: StreamedSchedule) -> list[list[tuple[int, int, int, int]]]:
+    return [[(*part.src[1:], *part.dst[1:]) for part in step.then] for step in program.steps]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_local_steps_are_cut_like_what_they_read() -> None:
+    program, _ = _bind(
+        Round((), (Recv(1, (0,)),), (Copy(0, 1), Reduce(0, 2))),
+        Round((Send(1, (1,)),)),
+        blocks=(7, 7, 7),
+        combine=lambda a, b, out: None,
+    )
+    assert _find_local_parts(program) == [
+        [(0, 3, 7, 10), (0, 3, 14, 17)],
+        [(3, 6, 10, 13), (3, 6, 17, 20)],
+        [(6, 7, 13, 14), (6, 7, 20, 21)],
+        *[[]] * 3,
+    ]
+    # What is copied can be sent before the rest has arrived.
+    assert _needs(program) == [(0, 0)] * 3 + [(1, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_local_steps_follow_what_uses_their_memory() -> None:
+    # Chunk 1 is sent, and chunk 2 arrives, as it was before. The second local step reads what the first one writes.
+    program, _ = _bind(
+        Round((Send(1, (1,)),), (Recv(1, (2,)),), (Copy(0, 1), Copy(1, 0), Copy(2, 0))),
+        Round((), (Recv(1, (0,)),)),
+        blocks=(6, 6, 6),
+    )
+    assert _find_local_parts(program) == [
+        [],
+        [(0, 6, 6, 12), (6, 12, 0, 6), (12, 15, 0, 3), (15, 18, 3, 6)],
+        *[[]] * 2,
+    ]
+    assert _needs(program) == [(0, 0), (0, 0), (1, 2), (1, 2)]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_local_steps_need_chunks_of_one_size() -> None:
+    with pytest.raises(mpicoll.AlgorithmError, match=r"Copy\(src=0, dst=1\): chunk 0 has 7 .* chunk 1 has 8;"):
+        _bind(Round((), (Recv(1, (0,)),), (Copy(0, 1),)), blocks=(7, 8))
+    with pytest.raises(mpicoll.AlgorithmError, match="chunks of one size"):
+        executor.bind(
+            Schedule("allreduce", "made_up", 0, 1, 0, 2, 0, (Round((), (), (Copy(0, 1),)),)),
+            [Region(np.empty(3), [0, 1, 3])],
+            None,
+        )
 
 
 @pytest.mark.usefixtures("tiny")
@@ -286,12 +335,13 @@ def test_schedules_whose_memory_is_used_again_complete(name: str) -> None:
 @pytest.mark.usefixtures("tiny")
 def test_a_rank_that_replies_after_the_whole_message() -> None:
     """The other rank posts its sends and receives in one round, and must not wait with some for others."""
-    replies = (Round(recvs=(Recv(1, (1,)),), then=(Reduce(1, 0),)), Round(sends=(Send(1, (0,)),)))
+    reduces = Reduce(1, 0), Copy(0, 2)
+    replies = (Round(recvs=(Recv(1, (1,)),), then=reduces), Round(sends=(Send(1, (2,)),)))
     requests = (Round(sends=(Send(0, (0,)),), recvs=(Recv(0, (0,), reduce=True),)),)
     count = 3 * 3 * INCOMING_STEPS
     assert _complete(
         [
-            lay_out(Schedule("allreduce", "own", rank, 2, 0, 1, 1, rounds), ((0, count), (0, count)), 8)
+            lay_out(Schedule("allreduce", "own", rank, 2, 0, 1, 2, rounds), ((0, count),) * 3, 8)
             for rank, rounds in enumerate((replies, requests))
         ]
     )
