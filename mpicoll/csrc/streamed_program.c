@@ -266,15 +266,15 @@ static bool read_local(Program *one, Plan *plan)
     const bool combines = plan->next[0] != 0, source_left = plan->next[1] != 0;
     plan->next += 2;
     size_t nbytes = 0, same = 0;
-    const char *operand;
-    const char *source = read_run(plan, &nbytes, &operand);
+    const char *source, *operand;
+    const bool is_valid = read_run(plan, &nbytes, &source) != NULL;
     char *target = read_run(plan, &same, &operand);
-    if (source == NULL || target == NULL || same != nbytes || (combines && one->kernel == NULL))
+    if (!is_valid || target == NULL || same != nbytes || (combines && one->kernel == NULL))
         return false;
     if (!combines)
         return add_action(one, false, (Action){target, source, NULL, nbytes});
     return add_action(one, false,
-                      (Action){target, source_left ? source : target, source_left ? target : source, nbytes});
+                      (Action){target, source_left ? source : operand, source_left ? operand : source, nbytes});
 }
 
 /* Read a copy before all steps, of what lies at the same place of another region. */

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpicoll.buffers.device import empty_beside
+from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
 from mpicoll.transport.base import Native
@@ -24,13 +24,22 @@ NativeCall: TypeAlias = Callable[[Any, Any], None]
 
 
 class Region:
-    """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``."""
+    """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``. `input`
+    is what is placed in all of the array before a run, and is nowhere written in it; None: nothing is."""
 
-    __slots__ = ("array", "offsets")
+    __slots__ = ("array", "input", "offsets")
 
-    def __init__(self, array: Array, offsets: Sequence[int]) -> None:
+    def __init__(self, array: Array, offsets: Sequence[int], input: Array | None = None) -> None:
         self.array = array
         self.offsets = offsets
+        self.input = input
+
+    def can_read_input(self) -> bool:
+        """Return True if a schedule may read the input where it lies."""
+        array, given = self.array, self.input
+        if given is None or device_of(array) is not None or device_of(given) is not None:
+            return False
+        return given.dtype == array.dtype and given.size == array.size and given.flags.c_contiguous
 
 
 def even_displacements(count: int, pieces: int) -> list[int]:
@@ -72,7 +81,7 @@ class CollectiveArrays:
     """
 
     __slots__ = (
-        "_place",
+        "_placed",
         "_result",
         "arrivals",
         "collective",
@@ -127,9 +136,9 @@ class CollectiveArrays:
         self.unconverted = unconverted
         self.fold = fold
         self.in_callers_dtype = in_callers_dtype
-        # Where the input is placed in the memory of a schedule and the output is taken from; None: it lies there
-        # already.
-        self._place: Array | None = None
+        # Memory of a schedule in which the input is placed, with that input, and from which the output is taken; None:
+        # it lies there already.
+        self._placed: list[tuple[Array, Array]] = []
         self._result: Array | None = None
 
     def with_fold(self, fold: Fold, *, unconverted: bool | None = None) -> CollectiveArrays:
@@ -178,18 +187,8 @@ class CollectiveArrays:
 
     def place(self) -> None:
         """Copy the input to the memory of the schedule, before a run."""
-        if self._place is not None:
-            self._place[...] = self.source
-
-    def find_unplaced(self, regions: Sequence[Region]) -> Array | None:
-        """Return the input if it is to be placed in all of the memory of a schedule, a single region, and may be read
-        instead; None otherwise."""
-        source, placed = self.source, self._place
-        if source is None or placed is None or len(regions) != 1 or not isinstance(source, np.ndarray):
-            return None
-        memory = regions[0].array
-        same = _same(placed, memory) and source.dtype == memory.dtype and source.size == memory.size
-        return source if same and source.flags.c_contiguous else None
+        for memory, given in self._placed:
+            memory[...] = given
 
     def take(self) -> None:
         """Copy the output from the memory of the schedule, after a run."""
@@ -200,10 +199,20 @@ class CollectiveArrays:
             assert self.target is not None
             self.target[...] = self.identity
 
-    def bind_blocks(self, placed: Array | None, result: Array | None) -> None:
-        """Set the memory of a schedule in which the input is placed and from which the output is taken."""
-        self._place = None if placed is None or _same(placed, self.source) else placed
-        self._result = None if result is None or _same(result, self.target) else result
+    def bind_input(self, memory: Array) -> Array | None:
+        """Set the memory of a schedule in which the input is placed. Return what is to be placed there."""
+        given = None if _same(memory, self.source) else self.source
+        self._placed = [] if given is None else [(memory, given)]
+        return given
+
+    def bind_regions(self, regions: Sequence[Region]) -> list[Region]:
+        """Set that the inputs of `regions` are placed in them. Return the regions."""
+        self._placed = [(one.array, one.input) for one in regions if one.input is not None]
+        return list(regions)
+
+    def bind_result(self, result: Array) -> None:
+        """Set the memory of a schedule from which the output is taken."""
+        self._result = None if _same(result, self.target) else result
 
 
 def _same(block: Array, array: Array | None) -> bool:
@@ -225,24 +234,23 @@ _DISJOINT = ("reduce_scatter", "allgather", "gather", "scatter")
 
 def _vector_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
     vector = next(one for one in (arrays.spare, arrays.target, arrays.source) if one is not None)
-    arrays.bind_blocks(vector, None)
-    return vector_regions(schedule, vector)
+    return vector_regions(schedule, vector, given=arrays.bind_input(vector))
 
 
 def _exscan_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
     assert arrays.spare is not None
     assert arrays.target is not None
-    arrays.bind_blocks(arrays.spare, None)
-    return vector_regions(schedule, arrays.spare, arrays.target)
+    return vector_regions(schedule, arrays.spare, arrays.target, given=arrays.bind_input(arrays.spare))
 
 
-def vector_regions(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:
+def vector_regions(schedule: Schedule, array: Array, *scratch: Array, given: Array | None = None) -> list[Region]:
     """Return the regions of a vector collective: the chunks of `array`, then scratch chunks of the same sizes.
 
-    The first scratch chunks are in the arrays `scratch`, each as large as `array`; the others are in new memory.
+    The first scratch chunks are in the arrays `scratch`, each as large as `array`; the others are in new memory. The
+    input that is placed in `array` is `given`.
     """
     offsets = even_displacements(array.size, schedule.chunks)
-    regions = [Region(part, offsets) for part in (array, *scratch)]
+    regions = [Region(array, offsets, given), *(Region(part, offsets) for part in scratch)]
     left = schedule.scratch - len(scratch) * schedule.chunks
     if left > 0:
         sizes = [offsets[i % schedule.chunks + 1] - offsets[i % schedule.chunks] for i in range(left)]
@@ -254,16 +262,27 @@ def vector_regions(schedule: Schedule, array: Array, *scratch: Array) -> list[Re
 def _allgather_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
     offsets, rank, whole = displacements(arrays.counts), arrays.rank, arrays.target
     assert whole is not None
-    arrays.bind_blocks(whole[offsets[rank] : offsets[rank + 1]], None)
+    arrays.bind_input(whole[offsets[rank] : offsets[rank + 1]])
     return [Region(whole, offsets)]
 
 
 def _reduce_scatter_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    """Return the region of the blocks; those of the blocks before and after the own one, and of the output for that, if
+    it lies apart."""
     offsets, rank = displacements(arrays.counts), arrays.rank
-    whole = arrays.source if arrays.spare is None else arrays.spare
-    assert whole is not None
-    arrays.bind_blocks(whole, whole[offsets[rank] : offsets[rank + 1]])
-    return [Region(whole, offsets)]
+    source, target = arrays.source, arrays.target
+    assert source is not None
+    assert target is not None
+    whole = source if arrays.spare is None else arrays.spare
+    start, stop = offsets[rank : rank + 2]
+    if device_of(target) is not None or any(np.may_share_memory(target, one) for one in (source, whole)):
+        arrays.bind_result(whole[start:stop])
+        return [Region(whole, offsets, arrays.bind_input(whole))]
+    given = None if _same(whole, source) else source
+    ends = [one - stop for one in offsets[rank + 1 :]]
+    before = Region(whole[:start], offsets[: rank + 1], None if given is None else given[:start])
+    after = Region(whole[stop:], ends, None if given is None else given[stop:])
+    return arrays.bind_regions([before, Region(target, [0, stop - start], source[start:stop]), after])
 
 
 def _rooted_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
@@ -284,7 +303,10 @@ def _rooted_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region
         offsets = displacements(count if chunk in used else 0 for chunk, count in enumerate(arrays.counts))
         whole = own if len(used) == 1 else empty_beside(own, offsets[-1])
     block = whole[offsets[rank] : offsets[rank + 1]]
-    arrays.bind_blocks(block if gather else None, None if gather else block)
+    if gather:
+        arrays.bind_input(block)
+    else:
+        arrays.bind_result(block)
     return [Region(whole, offsets)]
 
 

@@ -4,7 +4,7 @@ Python: without the interpreter lock, for which a thread that completes messages
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -101,29 +101,28 @@ def compile_schedule(
     schedule: Schedule,
     regions: Sequence[Region],
     reduction: Reduction | None,
-    source: Array | None = None,
     *,
     everywhere: bool = False,
 ) -> CompiledSchedule | None:
     """Return a schedule bound to memory; None if the extension can't carry it out: without MPI, in fault-tolerant jobs,
     and with functions of Python.
 
-    `source` is the input, if it has yet to be placed in the memory of the schedule, a single region. With `everywhere`,
-    all ranks do this, whatever the sizes of their messages.
+    With `everywhere`, all ranks do this, whatever the sizes of their messages.
     """
     fused = ("", "") if reduction is None else Fold(reduction).fused
     if fused is None:
         return None
     itemsize = regions[0].array.itemsize
     offsets = tuple(tuple(region.offsets) for region in regions)
-    if any(one.then for one in schedule.rounds):
-        source = None  # what these local steps read has to be placed
-    reads_input = source is not None
-    memory = [*(region.array for region in regions), *([] if source is None else [source])]
+    placed = [(number, region.input) for number, region in enumerate(regions) if region.input is not None]
+    if not all(regions[number].can_read_input() for number, _ in placed):
+        placed = []
+    read = tuple(number for number, _ in placed)
+    memory = [*(region.array for region in regions), *(given for _, given in placed)]
 
     def make_plan() -> ProgramPlan:
         return ProgramPlan(
-            *make_numbers(schedule, offsets, itemsize, everywhere, reads_input),
+            *make_numbers(schedule, offsets, itemsize, everywhere, read),
             *fused,
             itemsize,
             streamed.FIRST_SENDS,
@@ -136,95 +135,98 @@ def compile_schedule(
     if program is None:
         return None
     lay_out_steps = partial(lay_out, schedule, offsets, itemsize)
-    return CompiledSchedule(schedule, lay_out_steps, program, make, reads_input=reads_input)
+    return CompiledSchedule(schedule, lay_out_steps, program, make, reads_input=bool(read))
 
 
 @lru_cache(maxsize=64)
 def make_numbers(
-    schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int, everywhere: bool, reads_input: bool
+    schedule: Schedule, offsets: tuple[tuple[int, ...], ...], itemsize: int, everywhere: bool, read: tuple[int, ...]
 ) -> tuple[tuple[int, ...], array[int]]:
     """Return the ranks with which connections may be used, and the numbers of a plan, as
     :class:`mpicoll._shm.StreamedProgram` takes them. Calls of one kind share them: making them takes longer than a
     piece travels.
 
     Both ends of a message must take the same way. A rank that has no large messages carries out its part with MPI, so
-    only those that are cut may go over connections, unless all ranks do the same `everywhere`. If it `reads_input`, the
-    region after the last one is the input, which the elements that no step has written yet are read from.
+    only those that are cut may go over connections, unless all ranks do the same `everywhere`. The inputs of the
+    regions `read` follow the regions. Elements that no step has written yet are read from there.
     """
     steps = lay_out(schedule, offsets, itemsize)
     chunks = ChunkMap(offsets)
-    unwritten = _Unwritten([(0, offsets[0][-1])] if reads_input else [])
+    unwritten = _Unwritten(
+        [(region, 0, offsets[region][-1]) for region in read],
+        {region: len(offsets) + number for number, region in enumerate(read)},
+    )
     body = array("q")
     for step in steps:
-        body.extend((step.needs, len(step.parts), len(step.then)))
+        header = len(body)
+        body.extend((step.needs, len(step.parts), 0))
         # What is sent was written in earlier steps. What arrives is combined in order, also with results of this one.
         before = unwritten.copy()
         for part in step.parts:
             _add_part(body, part, schedule.rank, itemsize, everywhere or part.cut, before if part.sends else unwritten)
             if not part.sends:
                 unwritten.remove(part.runs)
-        for one in step.then:
-            _add_local(body, one, itemsize)
+        for local in step.then:
+            body[header + 2] += _add_local(body, local, itemsize, unwritten)
+            unwritten.remove([local.dst])
     # What no step writes may be part of the result.
     copied = unwritten.find_common(_find_result(schedule, chunks))
     plan = array("q", (len(steps), count_incoming(steps) * itemsize, len(copied)))
-    for start, stop in copied:
-        _add_run(plan, (0, start, stop), itemsize, _INPUT)
+    for run, operand in copied:
+        _add_run(plan, run, itemsize, operand)
     plan += body
     peers = {part.peer for step in steps for part in step.parts if everywhere or part.cut}
     return tuple(sorted(peers)), plan
 
 
-def _find_result(schedule: Schedule, chunks: ChunkMap) -> tuple[int, int]:
-    """Return which elements of the first region are the result of a schedule that may read its input."""
+def _find_result(schedule: Schedule, chunks: ChunkMap) -> list[Extent]:
+    """Return the memory of the result of a schedule that may read its input."""
     if schedule.collective == "reduce_scatter":
-        _, start, stop = chunks.find(schedule.rank)
-        return start, stop
-    if schedule.collective == "reduce" and schedule.rank != schedule.root:
-        return 0, 0
-    _, _, stop = chunks.find(schedule.chunks - 1)
-    return 0, stop
-
-
-_INPUT = 1
-"""The region of the input, where the memory of the schedule is a single region."""
+        return [chunks.find(schedule.rank)]
+    if schedule.collective == "exscan" or (schedule.collective == "reduce" and schedule.rank != schedule.root):
+        return []
+    return list(chunks.find_runs(range(schedule.chunks)))
 
 
 class _Unwritten:
-    """The elements of a vector that no step has written: `extents`, in order."""
+    """The memory that no step has written: `extents`, in order. It is read from the regions `operands` of its input."""
 
-    def __init__(self, extents: list[tuple[int, int]]) -> None:
+    def __init__(self, extents: list[Extent], operands: Mapping[int, int]) -> None:
         self.extents = extents
+        self._operands = operands
 
     def copy(self) -> _Unwritten:
-        return _Unwritten(self.extents)
+        return _Unwritten(self.extents, self._operands)
 
     def cut(self, runs: Sequence[Extent]) -> list[tuple[Extent, int]]:
         """Return `runs`, cut so that each is written or not, with the regions that they are read from."""
         pieces: list[tuple[Extent, int]] = []
         for region, start, stop in runs:
             at = start
-            for begin, end in self.extents:
+            for number, begin, end in self.extents:
                 first, last = max(begin, at), min(end, stop)
-                if first < last:
+                if number == region and first < last:
                     if at < first:
                         pieces.append(((region, at, first), region))
-                    pieces.append(((region, first, last), _INPUT))
+                    pieces.append(((region, first, last), self._operands[region]))
                     at = last
             if at < stop or start == stop:
                 pieces.append(((region, at, stop), region))
         return pieces
 
-    def find_common(self, extent: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the extents that are also in `extent`."""
-        common = [(max(begin, extent[0]), min(end, extent[1])) for begin, end in self.extents]
-        return [(start, stop) for start, stop in common if start < stop]
+    def find_common(self, runs: Sequence[Extent]) -> list[tuple[Extent, int]]:
+        """Return the parts of `runs` that no step has written, with the regions that they are read from."""
+        return [(run, operand) for run, operand in self.cut(runs) if operand != run[0]]
 
     def remove(self, runs: Sequence[Extent]) -> None:
-        for _, start, stop in runs:
-            kept = []
-            for begin, end in self.extents:
-                kept += [one for one in ((begin, min(end, start)), (max(begin, stop), end)) if one[0] < one[1]]
+        for region, start, stop in runs:
+            kept: list[Extent] = []
+            for number, begin, end in self.extents:
+                if number != region:
+                    kept.append((number, begin, end))
+                    continue
+                left = [(begin, min(end, start)), (max(begin, stop), end)]
+                kept += [(number, first, last) for first, last in left if first < last]
             self.extents = kept
 
 
@@ -240,12 +242,21 @@ def _add_part(
         _add_run(plan, (operand if part.sends else region, start, stop), itemsize, operand)
 
 
-def _add_local(plan: array[int], part: LocalPart, itemsize: int) -> None:
+def _add_local(plan: array[int], part: LocalPart, itemsize: int, unwritten: _Unwritten) -> int:
+    """Add a local step, in pieces each operand of which is written or not. Return the number of pieces."""
     kind = part.kind
     copies = isinstance(kind, Copy)
-    plan.extend((0 if copies else 1, 0 if isinstance(kind, Copy) or kind.src_right else 1))
-    for extent in (part.src, part.dst):
-        _add_run(plan, extent, itemsize, extent[0])
+    source_left = not isinstance(kind, Copy) and not kind.src_right
+    count = 0
+    shift = part.dst[1] - part.src[1]
+    for (region, start, stop), source in unwritten.cut([part.src]):
+        target = (part.dst[0], start + shift, stop + shift)
+        for run, operand in [(target, target[0])] if copies else unwritten.cut([target]):
+            plan.extend((0 if copies else 1, 1 if source_left else 0))
+            _add_run(plan, (region, run[1] - shift, run[2] - shift), itemsize, source)
+            _add_run(plan, run, itemsize, operand)
+            count += 1
+    return count
 
 
 def _add_run(plan: array[int], run: Extent, itemsize: int, operand: int) -> None:

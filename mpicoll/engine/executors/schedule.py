@@ -128,10 +128,7 @@ class ScheduledOperation:
 
             if self._streamed or has_large_messages(self._schedule, regions):
                 reduction, transport = self._arrays.reduction, self._comm.transport
-                source = self._arrays.find_unplaced(regions)
-                compiled = compile_schedule(
-                    transport, self._schedule, regions, reduction, source, everywhere=self._streamed
-                )
+                compiled = compile_schedule(transport, self._schedule, regions, reduction, everywhere=self._streamed)
                 return compiled or StreamedSchedule(self._schedule, regions, self._combine, transport)
         return bind(self._schedule, regions, self._combine)
 

@@ -14,7 +14,7 @@ from support.schedule_pairs import PAIRS
 import mpicoll
 from mpicoll.buffers.ops import _get_named_reduction
 from mpicoll.buffers.recognise import recognise
-from mpicoll.engine.core.arrays import Region, displacements
+from mpicoll.engine.core.arrays import CollectiveArrays, Region, displacements
 from mpicoll.engine.executors import bound_schedule, compiled_schedule, streamed
 from mpicoll.engine.executors.compiled_schedule import CompiledSchedule, compile_schedule
 from mpicoll.engine.executors.step_layout import lay_out
@@ -123,10 +123,18 @@ def test_the_same_bits_as_in_python(
 @pytest.mark.usefixtures("tiny", "carrier")
 @pytest.mark.parametrize(
     ("collective", "algorithm"),
-    [pair for pair in PAIRS if pair[0] in ("allreduce", "reduce", "reduce_scatter", "scan")],
+    [pair for pair in PAIRS if pair[0] in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")],
 )
-def test_the_input_is_read_where_it_lies(collective: str, algorithm: str) -> None:
+def test_the_input_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch, collective: str, algorithm: str) -> None:
     """It does not change, and what no message concerns reaches the output."""
+    placed: list[str] = []
+    place = CollectiveArrays.place
+
+    def listing(arrays: CollectiveArrays) -> None:
+        placed.append(arrays.collective)
+        place(arrays)
+
+    monkeypatch.setattr(CollectiveArrays, "place", listing)
     world = mpicoll.world()
     rank, size = world.rank, world.size
     inputs = [np.random.default_rng(one).integers(0, 99, 501 * size).astype(np.float64) for one in range(size)]
@@ -140,12 +148,15 @@ def test_the_input_is_read_where_it_lies(collective: str, algorithm: str) -> Non
     except mpicoll.AlgorithmError:
         pytest.skip("not for this number of ranks")
     np.testing.assert_array_equal(x, inputs[rank])
-    total = np.sum(inputs[: rank + 1] if collective == "scan" else inputs, axis=0)
+    number = {"scan": rank + 1, "exscan": rank}.get(collective, size)
+    total = np.sum(inputs[:number], axis=0, initial=0)
     if collective == "reduce_scatter":
         total = total[501 * rank : 501 * (rank + 1)]
     if out is not None:
         np.testing.assert_array_equal(got, total)
         assert got is out
+    if size > 1:
+        assert not placed
 
 
 @pytest.mark.usefixtures("tiny")
@@ -314,6 +325,7 @@ def test_invalid_plans() -> None:
     ("collective", "name", "rank", "copied"),
     [
         ("reduce_scatter", "pairwise", 1, []),
+        ("exscan", "linear", 1, []),
         ("reduce", "chain", 2, []),
         ("scan", "linear", 0, [(0, 12)]),
         ("scan", "linear", 1, []),
@@ -325,5 +337,15 @@ def test_what_no_step_writes_is_copied_if_it_is_a_result(
 ) -> None:
     schedule = mpicoll.schedules.get(collective, name).schedule(rank, 3)
     offsets = tuple(12 * i // schedule.chunks for i in range(schedule.chunks + 1))
-    _, (_, _, count, *rest) = compiled_schedule.make_numbers(schedule, (offsets,), 8, True, True)
+    _, (_, _, count, *rest) = compiled_schedule.make_numbers(schedule, (offsets, offsets), 8, True, (0,))
     assert [(start // 8, stop // 8) for _, start, stop, _ in zip(*[iter(rest[: 4 * count])] * 4, strict=True)] == copied
+
+
+def test_a_local_step_reads_the_input_until_it_is_written() -> None:
+    rounds = (Round(recvs=(Recv(1, (1,)),)), Round(then=(Reduce(0, 2), Copy(2, 3))))
+    schedule = Schedule("exscan", "made_up", 0, 2, 0, 1, 3, rounds)
+    offsets = ((0, 2, 4), (0, 2, 4))
+    _, numbers = compiled_schedule.make_numbers(schedule, offsets, 8, True, (0,))
+    *_, reduce, copy = zip(*[iter(numbers[3 + 3 + 5 + 4 + 3 :])] * 10, strict=True)
+    assert reduce == (1, 1, 0, 0, 16, 2, 1, 0, 16, 1)  # from region 2, the input of region 0
+    assert copy == (0, 0, 1, 0, 16, 1, 1, 16, 32, 1)

@@ -100,7 +100,7 @@ def test_sums_of_several_programs_at_a_time(name: str, size: int) -> None:
             counts = np.full(schedule.chunks, one.size // schedule.chunks)
             counts[: one.size % schedule.chunks] += 1
             offsets = (tuple(displacements(counts.tolist())),)
-            _, numbers = make_numbers(schedule, offsets, 8, True, False)
+            _, numbers = make_numbers(schedule, offsets, 8, True, ())
             programs.append(_make_program(connections[rank], numbers, one))
         threads.append(_Thread(programs, (1 << 15) - 2))
     for thread in threads:
