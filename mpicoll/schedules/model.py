@@ -13,8 +13,8 @@ Chunks behind those are scratch, in the number that the algorithm requests.
 
 Meaning of a round: all its messages are posted at once; sends read what the chunks held when the round began; when
 every message of the round has completed, the received parts that are to be reduced are combined in the order in which
-they are listed, and then the local steps run in order. Two messages from one rank to another are matched in the order
-in which they were posted.
+they are listed, and then the local steps run in order. Both chunks of a local step have the same size. Two messages
+from one rank to another are matched in the order in which they were posted.
 """
 
 from __future__ import annotations

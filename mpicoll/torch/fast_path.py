@@ -26,6 +26,7 @@ from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
 from mpicoll.torch.c10d_collectives import convert_reduce_op
+from mpicoll.torch.tensors import view_flat
 from mpicoll.transport.base import Native
 
 if TYPE_CHECKING:
@@ -462,7 +463,7 @@ def _view_nothing(tensor: torch.Tensor) -> None:
 
 
 def _view_bytes(tensor: torch.Tensor) -> Any:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    return view_flat(tensor.detach()).view(torch.uint8).numpy()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -46,9 +46,19 @@ def find_cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
 
 
+def view_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a contiguous tensor as a vector of stride 1, which is a view of its memory.
+
+    A tensor of one element or none is contiguous with any stride. ``view(-1)`` keeps that, and torch then rejects views
+    as another dtype.
+    """
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+
+
 def flatten_input(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in C order, as a view of the tensor's memory if possible."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return view_flat(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def flatten_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
@@ -58,7 +68,7 @@ def flatten_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, 
     """
     own = tensor.detach()
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():
-        return own.view(-1), None
+        return view_flat(own), None
     # torch has only a private function for this; 1 means that elements certainly share memory.
     if torch._debug_has_internal_overlap(own) == 1:
         raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")

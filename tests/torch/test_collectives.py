@@ -692,6 +692,63 @@ def test_lazy_negation_in_place(dist: Any) -> None:
     assert total.tolist() == [wanted] * 2
 
 
+# --- tensors of one element, or of none, which are contiguous with any stride
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("face", ["stock", "drop-in"])
+def test_the_stride_of_an_only_element(face: str, count: int, dtype: torch.dtype) -> None:
+    dist = dropin if face == "drop-in" else stock
+    rank, size = stock.get_rank(), stock.get_world_size()
+
+    def make(value: int) -> torch.Tensor:
+        made = torch.full((9,), value, dtype=dtype)[1::4][:count]
+        assert made.stride() == (4,)
+        return made
+
+    def give() -> torch.Tensor:
+        return make(rank + 1)
+
+    def check(got: torch.Tensor, value: int) -> None:
+        assert got.tolist() == [value] * got.numel()
+
+    total = size * (size + 1) // 2
+    for turn in range(3):  # later ones are repeated calls
+        for root in {0, size - 1}:
+            tensor = give()
+            dist.broadcast(tensor, root)
+            check(tensor, root + 1)
+            tensor = give()
+            dist.reduce(tensor, root)
+            check(tensor, total if rank == root else rank + 1)
+            outputs = [make(0) for _ in range(size)]
+            dist.gather(give(), outputs if rank == root else None, dst=root)
+            for other, output in enumerate(outputs):
+                check(output, other + 1 if rank == root else 0)
+            output = make(0)
+            dist.scatter(output, [make(other + 1) for other in range(size)] if rank == root else None, src=root)
+            check(output, rank + 1)
+        tensor = give()
+        dist.all_reduce(tensor)
+        check(tensor, total)
+        output = torch.zeros(size * count, dtype=dtype)
+        dist.all_gather_single(output, give())
+        assert output.tolist() == [other + 1 for other in range(size)] * count
+        output = make(0)
+        dist.reduce_scatter_single(output, torch.full((size * count,), rank + 1, dtype=dtype))
+        check(output, total)
+        outputs = [make(0) for _ in range(size)]
+        dist.all_to_all(outputs, [give() for _ in range(size)])
+        for other, output in enumerate(outputs):
+            check(output, other + 1)
+        output = make(0)
+        send = dist.isend(give(), (rank + 1) % size, tag=turn)
+        dist.irecv(output, (rank - 1) % size, tag=turn).wait()
+        send.wait()
+        check(output, (rank - 1) % size + 1)
+
+
 # --- inference mode
 
 

@@ -25,7 +25,7 @@ NativeCall: TypeAlias = Callable[[Any, Any], None]
 
 class Region:
     """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``. `input`
-    is what is placed in all of the array before a run, and is nowhere written in it; None: nothing is."""
+    is copied to the array before a run, or read instead; no schedule writes to it. None: there is none."""
 
     __slots__ = ("array", "input", "offsets")
 

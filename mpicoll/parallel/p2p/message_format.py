@@ -22,7 +22,7 @@ from mpicoll.engine.core.request import Request
 from mpicoll.engine.executors.peer_messages import Announced, find_announced
 from mpicoll.errors import CommunicatorError, DTypeError, Timeout
 from mpicoll.parallel.p2p.device_messages import announce_tensor
-from mpicoll.torch.tensors import check_plain, flatten_input
+from mpicoll.torch.tensors import check_plain, flatten_input, view_flat
 from mpicoll.transport.base import Envelope, Memory
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def as_bytes(tensor: torch.Tensor) -> Memory:
     """Return the bytes of `tensor`, which is on the CPU, in C order: its own memory where possible."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     own = tensor.detach() if plain else flatten_input(tensor)
-    return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
+    return view_flat(own).view(torch.uint8).numpy()
 
 
 HostCopy: TypeAlias = tuple[torch.Tensor, Memory]
