@@ -298,8 +298,10 @@ def make_selection_query(
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
         native = f"op {reduction.name}: MPI has no such reduction"
-    elif reduction is not None and refusal is None:
-        native = comm.transport.find_native_defect(reduction.native or "", reduction.work)
+    elif refusal is None and reduction is not None:
+        native = comm.transport.find_native_defect(collective, reduction.native or "", reduction.work)
+    elif refusal is None:
+        native = comm.transport.find_native_defect(collective)
     device = device_of(array)
     query = SelectionQuery(
         collective,

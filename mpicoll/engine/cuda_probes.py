@@ -240,7 +240,7 @@ def _reduce() -> str:
 def _on_all_dtypes(pair: _Pair) -> None:
     """Check the reductions that MPI computes correctly on the host."""
     for op, dtype in reductions.PAIRS:
-        if pair.transport.find_native_defect(op, dtype) is None:
+        if pair.transport.find_native_defect("allreduce", op, dtype) is None:
             both = reductions.make_operands(op, dtype, SIZES[1] // dtype.itemsize)
             total = reductions.combine(op, *both)
             what = f"Allreduce ({reductions.describe_pair(reductions.format_pair(op, dtype))})"

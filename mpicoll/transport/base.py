@@ -297,8 +297,9 @@ class Transport(Protocol):
     @property
     def connects(self) -> bool: ...
 
-    def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
-        """Return the reason why the reduction `op` of `dtype` must not be done by ``native``, or None if it may be.
+    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+        """Return the reason why `collective`, of the reduction `op` of `dtype` if it reduces, must not be done by
+        ``native``, or None if it may be.
 
         The result is the same on all ranks.
         """

@@ -42,6 +42,16 @@ PERSISTENT_COLLECTIVES = Quirk(
     "plans call the blocking collectives",
 )
 
+INTERLEAVED_NODES = Quirk(
+    "gather and scatter between hosts",
+    "Open MPI 5 and 6",
+    r"Open MPI v[56]\.",
+    "if the ranks of a host don't follow one another in a communicator of several hosts, MPI_Gather and MPI_Scatter"
+    " confuse the blocks at some roots (seen with 5.0.11), and MPI_Gatherv and MPI_Scatterv may never return (its issue"
+    " 14165)",
+    "gather and scatter are carried out by schedules on such communicators",
+)
+
 REDUCE_IN_PLACE = Quirk(
     "MPI_Reduce in place",
     "all but Open MPI 5, MPICH 5 and Intel MPI 2021.19",
@@ -182,6 +192,7 @@ SLOTS = Quirk(
 )
 
 QUIRKS = (
+    INTERLEAVED_NODES,
     PERSISTENT_COLLECTIVES,
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,

@@ -71,7 +71,7 @@ def test_reductions_of_device_memory(pair: Any) -> None:
 
     pair.native = Native()
     pair.transport = SimpleNamespace(
-        find_native_defect=lambda op, dtype: reductions.find_defect(dict.fromkeys(wrong, ""), op, dtype)
+        find_native_defect=lambda collective, op, dtype: reductions.find_defect(dict.fromkeys(wrong, ""), op, dtype)
     )
     tried: set[str] = set()
     spoiled = ""

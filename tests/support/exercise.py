@@ -103,7 +103,7 @@ def native_serves(op: str, dtype: str) -> bool:
     work = np.dtype(np.float32) if dtype in HALVES else dtype_of(dtype).newbyteorder("=")
     if (computed, work.char) not in known_defects():
         return True
-    return mpicoll.world()._core.transport.find_native_defect(computed, work) is None
+    return mpicoll.world()._core.transport.find_native_defect("allreduce", computed, work) is None
 
 
 @lru_cache(maxsize=32)

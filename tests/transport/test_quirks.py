@@ -21,6 +21,7 @@ INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
 @pytest.mark.parametrize(
     ("quirk", "having"),
     [
+        (quirks.INTERLEAVED_NODES, {OPENMPI5}),
         (quirks.PERSISTENT_COLLECTIVES, {MPICH4, MPICH42, INTEL}),
         (quirks.REDUCE_IN_PLACE, {OPENMPI4, MPICH4, MPICH42, MPICH43, CRAY}),
         (quirks.LARGE_RECEIVES, {OPENMPI5, OPENMPI4}),
@@ -58,3 +59,28 @@ def test_plans_read_their_arrays_at_each_start() -> None:
         gather()
         assert y[:, 0].tolist() == [10 * turn + rank for rank in range(world.size)]
         assert reduce()[0] == sum(10 * turn + rank for rank in range(world.size))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 3)], ids=str)
+def test_where_ranks_of_nodes_do_not_follow_one_another(
+    monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], collective: str
+) -> None:
+    """MPI's own gather and scatter are not taken there, with counts or without."""
+    from mpi4py import MPI
+
+    world = mpicoll.world()
+    transport = world._core.transport
+    is_defect = nodes in ((0, 1, 1, 0), (0, 1, 0, 1)) and quirks.INTERLEAVED_NODES.applies_to(MPI.Get_library_version())
+    monkeypatch.setattr(transport, "nodes", nodes)
+    monkeypatch.setattr(transport, "_gather_defect", type(transport)._gather_defect.func(transport))
+    call = getattr(mpicoll, collective)
+    x = np.zeros(2 * world.size if collective == "scatter" and world.rank == 0 else 2)
+    for counts in (None, [2] * world.size):
+        if is_defect:
+            with pytest.raises(mpicoll.AlgorithmError, match="if the ranks of a node don't follow one another"):
+                call(x, counts=counts, algorithm="native")
+    with mpicoll.algorithms(**{collective: "native"}):
+        assert (mpicoll.explain(collective, 1000).name != "native") == is_defect
+    assert transport.find_native_defect("allgather") is None

@@ -72,11 +72,27 @@ class MpiTransport(MessagePassing):
     def allgather_text(self, text: str) -> list[str]:
         return cast("list[str]", self._collective.allgather(text))
 
-    def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
+    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+        if dtype is None:
+            return self._gather_defect if collective in ("gather", "scatter") else None
         # Not at module level: a rank that calls no reduction of MPI, and does not look for defects, does not need it.
         from mpicoll.transport import reductions
 
         return reductions.find_defect(self._facts.defects, op, dtype)
+
+    @cached_property
+    def _gather_defect(self) -> str | None:
+        # The numbers of nodes follow the order of their first ranks.
+        if list(self.nodes) == sorted(self.nodes):
+            return None
+        from mpicoll.transport import quirks  # late: few communicators need it
+
+        if not quirks.INTERLEAVED_NODES.applies_to(MPI.Get_library_version()):
+            return None
+        return (
+            "this MPI library has wrong results of gather and scatter if the ranks of a node don't follow one another,"
+            " as on this communicator"
+        )
 
     def make_program(self, make_plan: Callable[[], ProgramPlan], memory: Sequence[Memory]) -> MpiProgram | None:
         from mpicoll.transport.mpi.program import MpiProgram, can_run_programs  # few jobs need it
@@ -219,7 +235,7 @@ class MpiTransport(MessagePassing):
         first = self._compare_comm is None
         comm = self._collective if self._compare_comm is None else self._compare_comm
         if not self._compare_buffers:
-            if self.find_native_defect("min", np.dtype(np.int64)) is not None:
+            if self.find_native_defect("allreduce", "min", np.dtype(np.int64)) is not None:
                 return self._is_common_by_list(word)
             mine, least = np.empty(2, np.int64), np.empty(2, np.int64)
             self._compare_buffers = [mine, least, buffer_spec(mine), buffer_spec(least)]
