@@ -66,6 +66,11 @@ class MpiTransport(MessagePassing):
         self.no_shm_reason, self.no_cma_reason = facts.no_shm_reason, facts.no_cma_reason
         self._compare_buffers: list[Any] = []
         self._compare_comm: MPI.Intracomm | None = None
+        if self.size > 1 and (len(set(self.nodes)) > 1 or self.no_shm_reason is not None):
+            # Ranks that share no memory compare their calls by it. Not in the first comparison, which may be in a
+            # background thread: MPI_Comm_dup waits there for one in the program's thread, as Open MPI creates one
+            # communicator at a time, and that may wait for a rank that waits for the operation.
+            self._create_compare_comm()
         self._connections: Connections | None = None
 
     @translates_errors
@@ -230,7 +235,8 @@ class MpiTransport(MessagePassing):
         """Return True if all ranks have the same `word`. Collective.
 
         Collectives that differ from rank to rank may leave messages on the communicator of the collectives, so
-        comparisons have a communicator of their own, created when all ranks have arrived for the first time.
+        comparisons have a communicator of their own. Where ranks share memory, it is created when all ranks have
+        arrived for the first time.
         """
         first = self._compare_comm is None
         comm = self._collective if self._compare_comm is None else self._compare_comm
