@@ -54,6 +54,7 @@ WAITS = {
         "transport/mpi/pending.py::MpiPending.wait",
         "transport/mpi/fault_tolerance.py::FailureState.wait_all",
         "transport/mpi/transport.py::MpiTransport._is_common",
+        "transport/mpi/user_comms.py::duplicate",
         "transport/mpi/fault_tolerance.py::FailureState.complete",
         "transport/mpi/connections.py::_exchange",
         "transport/mpi/messages.py::MessagePassing.exchange",

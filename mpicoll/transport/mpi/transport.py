@@ -311,11 +311,14 @@ class MpiTransport(MessagePassing):
             all_ranks.Free()
 
     def _synchronize(self, ranks: Sequence[int], number: int) -> None:
-        """In a fault-tolerant job, wait until all of `ranks` have entered the call.
+        """Wait until all of `ranks` have entered the call, between nodes and in a fault-tolerant job.
 
-        Open MPI can't leave the creation of a group if one of them never does; a wait for a message can be left.
+        Open MPI can't leave the creation of a group if one of them never does; a wait for a message can be left. And it
+        creates one communicator at a time. Between nodes, background threads create some: for ``hierarchical``, and
+        inside of MPI's own collectives (coll/han). These would wait for a creation in this thread that waits for a
+        rank, which may wait for their operation.
         """
-        if not fault_tolerant():
+        if not fault_tolerant() and len(set(self.nodes)) == 1:
             return
         here, size, nothing = list(ranks).index(self.rank), len(ranks), np.empty(0, np.uint8)
         tag, step = _GATHER_TAGS + number, 1

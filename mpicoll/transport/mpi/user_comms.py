@@ -10,6 +10,7 @@ from mpi4py import MPI
 from mpicoll.errors import CommunicatorError
 from mpicoll.transport.mpi.comm_facts import find_facts
 from mpicoll.transport.mpi.transport import MpiTransport, translate_ranks
+from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
 
@@ -23,6 +24,8 @@ def is_communicator(x: Any) -> bool:
 
 def duplicate(comm: Any) -> MpiTransport:
     """Return a transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
+    # As in MpiTransport, Open MPI creates one communicator at a time: no rank begins before all have entered the call.
+    poll(comm.Ibarrier().Test, None, "first use of an mpi4py communicator")
     collective, p2p = comm.Dup(), comm.Dup()
     for own in (collective, p2p):
         own.Set_errhandler(MPI.ERRORS_RETURN)

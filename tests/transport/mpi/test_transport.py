@@ -51,6 +51,28 @@ def neighbours(end: Any) -> tuple[int, int]:
     return (end.rank - 1) % end.size, (end.rank + 1) % end.size
 
 
+def test_groups_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ranks wait for each other before MPI creates a communicator."""
+    world = mpicoll.world()
+    transport = world._core.transport
+    monkeypatch.setattr(transport, "nodes", tuple(range(world.size)))
+    waited: list[int] = []
+    exchange = transport.exchange
+    monkeypatch.setattr(transport, "exchange", lambda *args: waited.append(args[2]) or exchange(*args))
+    own = world.duplicate(tag=3)
+    assert mpicoll.allgather(np.array(own.rank), comm=own).tolist() == list(range(own.size))
+    own.free()
+    members = list(range(world.size))[::-1][: max(1, world.size - 1)]
+    if world.rank in members:
+        part = world.group(members)
+        assert (part.size, part.rank) == (len(members), members.index(world.rank))
+        assert mpicoll.allgather(np.array(world.rank), comm=part).tolist() == members
+        part.free()
+    rounds = (world.size - 1).bit_length(), (len(members) - 1).bit_length()
+    assert len(waited) == rounds[0] + (rounds[1] if world.rank in members else 0)
+    assert len(set(waited)) == (rounds[0] > 0) + (rounds[1] > 0 and world.rank in members)
+
+
 def octets(size: int, seed: int) -> np.ndarray:
     return ((np.arange(size) * 7 + seed * 31) % 251).astype(np.uint8)
 
