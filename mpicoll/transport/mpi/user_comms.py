@@ -24,7 +24,7 @@ def is_communicator(x: Any) -> bool:
 
 def duplicate(comm: Any) -> MpiTransport:
     """Return a transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
-    # As in MpiTransport, Open MPI creates one communicator at a time: no rank begins before all have entered the call.
+    # For the reason of MpiTransport._synchronize: no rank creates one before all of them have entered the call.
     poll(comm.Ibarrier().Test, None, "first use of an mpi4py communicator")
     collective, p2p = comm.Dup(), comm.Dup()
     for own in (collective, p2p):
