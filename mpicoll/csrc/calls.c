@@ -442,11 +442,14 @@ static char *pack_operands(const Place *input, const Place *result, Operands *op
         PyErr_NoMemory();
         return NULL;
     }
+    const bool in_place = operands->source == operands->target;
     if (input->strided) {
         pack_elements(&input->layout, input->itemsize, packed);
         operands->source = packed;
     }
-    if (result->strided) {
+    if (in_place) {
+        operands->target = packed;
+    } else if (result->strided) {
         operands->target = packed + input_bytes;
         /* A call may leave some of them, such as those beyond the border of a grid. */
         pack_elements(&result->layout, result->itemsize, operands->target);

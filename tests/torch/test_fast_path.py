@@ -179,23 +179,11 @@ def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) ->
             assert not prepared, f"{form} {dtype}"
 
 
-@pytest.mark.extension
-@pytest.mark.parametrize("module", [dist, mpicoll.torch], ids=["c10d", "dropin"])
-@pytest.mark.parametrize("algorithm", ["shm", "native"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_repeated_calls_take_the_short_way_of_the_extension(
-    module: Any, dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, rank, core = dist.get_world_size(), dist.get_rank(), core_of(operations().comm)
-    queue = core.queue
-    if size < 2:
-        pytest.skip("needs two ranks")
-    if algorithm == "native":
-        if dtype is torch.bfloat16:
-            pytest.skip("MPI does not reduce it")
-        monkeypatch.setattr(core, "shm_failed_reason", "this is a test")
-    core.discard_calls()
-    x, whole, out = torch.ones(3, dtype=dtype), torch.empty(3 * size, dtype=dtype), torch.empty(3, dtype=dtype)
+def repeat_calls(module: Any, dtype: torch.dtype, algorithm: str, step: int) -> None:
+    """Call each collective several times, on every `step`-th element of memory that must else stay as it is."""
+    size, rank, queue = dist.get_world_size(), dist.get_rank(), core_of(operations().comm).queue
+    memory = [torch.full((step * count,), 7, dtype=dtype) for count in (3, 3 * size, 3)]
+    x, whole, out = (one[::step] for one in memory)
     # The old names are those of the drop-in.
     calls: list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = [
         (lambda: module.all_reduce(x.fill_(rank)), x, torch.full((3,), sum(range(size)))),
@@ -204,7 +192,11 @@ def test_repeated_calls_take_the_short_way_of_the_extension(
         (lambda: module.broadcast(x.fill_(rank), 1), x, torch.ones(3)),
         (lambda: module.broadcast(x.fill_(rank), 1, dist.group.WORLD), x, torch.ones(3)),
         (lambda: module.reduce(x.fill_(rank), 1), x, torch.full((3,), sum(range(size)) if rank == 1 else rank)),
-        (lambda: module.all_gather_into_tensor(whole, x.fill_(rank)), whole, torch.arange(size).repeat_interleave(3)),
+        (
+            lambda: module.all_gather_into_tensor(whole, x.fill_(rank)),
+            whole,
+            torch.arange(size).repeat_interleave(3),
+        ),
         (
             lambda: module.all_to_all_single(whole, torch.full_like(whole, rank)),
             whole,
@@ -224,6 +216,28 @@ def test_repeated_calls_take_the_short_way_of_the_extension(
         assert (entry[0], entry[1]) == (queue.group, queue.number)
         assert entry[2].algorithm.startswith(algorithm)
         assert torch.equal(got, want.to(dtype))
+    assert step == 1 or all((one[1::step] == 7).all() for one in memory)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("module", [dist, mpicoll.torch], ids=["c10d", "dropin"])
+@pytest.mark.parametrize("algorithm", ["shm", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_repeated_calls_take_the_short_way_of_the_extension(
+    module: Any, dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, core = dist.get_world_size(), core_of(operations().comm)
+    queue = core.queue
+    if size < 2:
+        pytest.skip("needs two ranks")
+    if algorithm == "native":
+        if dtype is torch.bfloat16:
+            pytest.skip("MPI does not reduce it")
+        monkeypatch.setattr(core, "shm_failed_reason", "this is a test")
+    core.discard_calls()
+    repeat_calls(module, dtype, algorithm, 1)
+    # Between the elements of these there are others.
+    repeat_calls(module, dtype, algorithm, 2)
     if BACKEND:
         return  # torch's dispatcher resolves the negation first
     # Where they aren't alike, the memory is not taken for that of a plain tensor.

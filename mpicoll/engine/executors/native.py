@@ -44,5 +44,5 @@ def bind_native(
     # What a native call does after the call of MPI.
     identity = arrays.identity if arrays.collective == "exscan" and arrays.rank == 0 else None
     fill = None if identity is None else np.asarray(identity, dtype).tobytes()
-    copies = arrays.collective == "bcast" and has_input and has_output
+    copies = arrays.collective == "bcast" and arrays.rank == arrays.root and has_input and has_output
     return NativeCall(apart[0], apart[1], None if in_place is None else in_place[1], read[1], written[1], fill, copies)
