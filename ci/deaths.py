@@ -4,6 +4,7 @@
     python ci/deaths.py --only "KILL|TERM" --only "native.*/3"     those whose names match all of these
     python ci/deaths.py --only " native.*1/3" --times 5            how long a job lasts after each kind of death
     python ci/deaths.py --list
+    python ci/deaths.py --hosts 2,1 --only "/3"      jobs on hosts of ci/hosts.py with so many ranks on each
     python ci/deaths.py --ulfm --times 20            jobs with MPI's fault tolerance, in which the others continue
 
 A case is named by the kind of death, the moment, the victim and the number of ranks, such as `KILL in-shared 2/3`. Of
@@ -35,9 +36,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="may be given several times")
     parser.add_argument("--list", action="store_true", help="name the cases instead of running them")
     parser.add_argument("--ulfm", action="store_true", help="jobs with MPI's fault tolerance (ULFM)")
+    parser.add_argument("--hosts", type=_numbers, default=[], metavar="RANKS", help="on each host, such as 2,1")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="run each case N times")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
     return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _run_ulfm(arguments: argparse.Namespace) -> NoReturn:
@@ -82,6 +88,9 @@ def main() -> None:
     if arguments.ulfm:
         _run_ulfm(arguments)
     cases = [case for case in dying.matrix() if all(re.search(one, str(case)) for one in arguments.only)]
+    if arguments.hosts:
+        size = sum(arguments.hosts)
+        cases = [case for case in cases if case.size == size and not case.moment.endswith("shared")]
     if not cases:
         raise SystemExit("no case has such a name; see --list")
     if arguments.list:
@@ -91,7 +100,7 @@ def main() -> None:
     outcomes = []
     print(f"{'case':30} {'outcome':7} {'status':>6} {'end':>6} {'gone':>6}  first line")
     for case in [case for case in cases for _ in range(arguments.times)]:
-        outcome = dying.run(case, **variables)
+        outcome = dying.run(case, arguments.hosts, **variables)
         outcomes.append(outcome)
         verdict = "FAILED" if outcome.problems else "ok"
         print(

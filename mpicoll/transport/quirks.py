@@ -110,6 +110,15 @@ FAILURES = Quirk(
     "mpicoll reports the death and ends the job; for a job that continues, use Open MPI 5 with --with-ft ulfm",
 )
 
+CLOSED_CONNECTIONS = Quirk(
+    "connections to dead ranks",
+    "Open MPI",
+    "Open MPI",
+    "a rank that waits for messages of another host aborts the job when a connection is closed, before the death of the"
+    " rank there can be reported",
+    "in jobs on several hosts it waits for a second (its parameter opal_abort_delay), as do calls of MPI_Abort",
+)
+
 SURVIVORS = Quirk(
     "MPI_Finalize after a failure",
     "Open MPI 5",
@@ -117,6 +126,17 @@ SURVIVORS = Quirk(
     "in a fault-tolerant job MPI_Finalize sometimes waits for ever after a rank has died, and a communicator that is"
     " revoked while another rank still creates it crashes",
     "such a job exits without MPI_Finalize, and the survivors agree before they use a new communicator",
+)
+
+COMMUNICATOR_CREATION = Quirk(
+    "creation of communicators",
+    "Open MPI",
+    "Open MPI",
+    "a process creates one communicator at a time, and the first collectives of a communicator of several hosts create"
+    " some: they wait for a function of MPI that creates one in another thread, and so for all ranks that it waits for"
+    " (seen with 5.0.11)",
+    "no rank creates a communicator between hosts before all of its ranks have called; for functions of MPI that the"
+    " program calls itself, such as MPI_Comm_dup, wait for the nonblocking operations of mpicoll before them",
 )
 
 ENDED_LAUNCHER = Quirk(
@@ -204,7 +224,9 @@ QUIRKS = (
     BUFFERED_SENDS,
     LARGE_PERSISTENT,
     FAILURES,
+    CLOSED_CONNECTIONS,
     SURVIVORS,
+    COMMUNICATOR_CREATION,
     ENDED_LAUNCHER,
     SCRIPT_LAUNCHER,
     FINALIZE_BETWEEN_HOSTS,

@@ -26,6 +26,13 @@ _OUTPUT_DELAY = 0.05
 _ABORT_TIME = 2.0
 """Seconds within which MPI_Abort ends this process; after them it exits without MPI."""
 
+_OWN_ABORT_DELAY = 1
+"""Seconds for which Open MPI waits before it aborts a job on several hosts by itself.
+
+It does when the connection to a process of another host is closed, and so before a watchdog could report that this
+process has died.
+"""
+
 _AGREE_TIME = 2.0
 """Seconds within which ranks that have exited have completed their agreement."""
 
@@ -35,6 +42,9 @@ _AGREE_INTERVAL = 0.05
 _others_have_exited: Callable[[], bool] = lambda: False  # noqa: E731  replaced by `expect_exits`
 
 _is_finalizing = False
+
+_abort_delay: ctypes.c_int | None = None
+"""Open MPI's parameter opal_abort_delay, if it has been set here."""
 
 
 class _ExitAgreement:
@@ -83,7 +93,20 @@ def world(launched_size: int | None) -> MpiTransport:
     if fault_tolerant():
         global _exit_agreement  # noqa: PLW0603  the world is one for the process
         _exit_agreement = _ExitAgreement(MPI.COMM_WORLD.Dup())
-    return duplicate(MPI.COMM_WORLD)
+    transport = duplicate(MPI.COMM_WORLD)
+    if len(set(transport.nodes)) > 1:
+        _delay_aborts()
+    return transport
+
+
+def _delay_aborts() -> None:
+    """Have Open MPI wait before it aborts the job, unless the user has set for how long."""
+    global _abort_delay  # noqa: PLW0603  the process has one world
+    with suppress(ValueError):  # no such parameter: another library
+        delay = ctypes.c_int.in_dll(ctypes.CDLL(MPI.__file__), "opal_abort_delay")
+        if delay.value == 0:
+            delay.value = _OWN_ABORT_DELAY
+            _abort_delay = delay
 
 
 def world_rank() -> int:
@@ -111,6 +134,8 @@ def abort(code: int) -> None:
     """End all ranks of the job with exit status `code`."""
     # The launcher forwards output, and stops doing so when the abort is reported to it.
     time.sleep(_OUTPUT_DELAY)
+    if _abort_delay is not None:
+        _abort_delay.value = 0
     # If the launcher can't be reached, this process ends nevertheless. That must not need Python: MPI holds the GIL.
     faulthandler.dump_traceback_later(_ABORT_TIME, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     MPI.COMM_WORLD.Abort(code)

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from support import dying
+from support import apart, dying
 from support.descriptors import count_process_descriptors
 from support.patches import patch_within
 
@@ -49,6 +49,15 @@ CASES = [
 )
 def test_death(case: dying.Case) -> None:
     outcome = dying.run(case)
+    assert not outcome.problems, f"{outcome.problems}\nstdout:\n{outcome.out}\nstderr:\n{outcome.err}"
+
+
+@pytest.mark.slow
+def test_death_between_hosts() -> None:
+    """Open MPI notices the end of a connection at once, and aborts: not before the cause is reported."""
+    if why := apart.possible():
+        pytest.skip(f"this machine can't play hosts: {why}")
+    outcome = dying.run(dying.Case("_exit0", "schedule", 3, 1), hosts=(2, 1))
     assert not outcome.problems, f"{outcome.problems}\nstdout:\n{outcome.out}\nstderr:\n{outcome.err}"
 
 
