@@ -5,6 +5,7 @@ plans, requests under way in any number, groups made and freed.
     mpirun -np 4 python ci/random_operations.py --operations 10000 --seed 1     on MPI
     mpirun -np 4 python ci/random_operations.py --operations 5000 --torch       torch.distributed on mpicoll
     torchrun --nproc-per-node 4 ci/random_operations.py --operations 5000       without MPI
+    python ci/hosts.py 2 2 python ci/random_operations.py --operations 5000     between hosts, with --torch too
 
 Everything is done twice: as fast as it goes, and with delays, of messages (on threads) and of ranks that sleep before
 some of their calls. The operations come in programs that know nothing of each other: what fails is repeated by

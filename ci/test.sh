@@ -122,8 +122,11 @@ if [[ $tier == long ]]; then
     check programs 1800 python ci/random_operations.py --operations 10000
     check programs-mpi 1800 mpirun -np 4 python ci/random_operations.py --operations 10000
     check programs-torch 1800 mpirun -np 4 python ci/random_operations.py --operations 5000 --torch
+    check programs-hosts 1800 python ci/hosts.py 2 2 python ci/random_operations.py --operations 5000
+    check programs-hosts-torch 1800 python ci/hosts.py 2 2 python ci/random_operations.py --operations 5000 --torch
     check mismatches 3600 python ci/mismatches.py
     check deaths 7200 python ci/deaths.py
+    check deaths-hosts 3600 python ci/deaths.py --hosts 2,1
     check survivors 14400 python ci/deaths.py --ulfm --times 20
     check partition 1200 python ci/partition.py
     check torch 7200 ci/torch.sh
