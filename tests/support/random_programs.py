@@ -7,6 +7,7 @@ of some hundred operations, ci/random_operations.py runs any number.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -66,6 +67,9 @@ HUGE = (131_071, 262_144, 400_009)
 
 LOCATIONS = ("minloc", "maxloc")
 
+REPEATABLE = 3
+"""Number of the last kinds of collectives that may come again."""
+
 
 @dataclass
 class Place:
@@ -77,6 +81,16 @@ class Place:
     @property
     def size(self) -> int:
         return len(self.members)
+
+
+@dataclass
+class Kind:
+    """A kind of collective: what calls that take what was prepared for one another have in common."""
+
+    place: Place
+    collective: str
+    row: dict[str, Any]
+    algorithm: str | None
 
 
 @dataclass
@@ -141,6 +155,7 @@ class Program:
         self.places = [Place(tuple(range(world.size)), world)]
         self.waiting: list[Waiting] = []
         self.plans: list[Repeated] = []
+        self.kinds: list[Kind] = []
         self.done: Counter[str] = Counter()
         self.line = 0
         self.where = ""
@@ -238,6 +253,7 @@ class Program:
     def free_one(self) -> None:
         if len(self.places) > 1:
             place = self.places.pop(self.draw.randrange(1, len(self.places)))
+            self.kinds = [one for one in self.kinds if one.place is not place]
             self.where = f"free {place.members}"
             self.free(place)
 
@@ -287,9 +303,18 @@ class Program:
 
     # --- collectives
 
+    def draw_kind(self) -> Kind:
+        """Draw a new kind of collective, or one of the last with another layout of its arrays."""
+        if self.kinds and self.draw.random() < 0.65:
+            kind = self.draw.choice(self.kinds)
+            return dataclasses.replace(kind, row=draw_places(self.draw, kind.collective, kind.row))
+        kind = draw_kind(self.draw, self.place())
+        self.kinds = [*self.kinds, kind][-REPEATABLE:]
+        return kind
+
     def collective(self) -> None:
-        place = self.place()
-        task = draw_task(self.draw, place, self.line)
+        kind = self.draw_kind()
+        place, task = kind.place, make_task(kind, self.line)
         background = self.draw.random() < 0.45
         within = not background and task.row["algorithm"] is not None and self.draw.random() < 0.3
         if place.comm is None:
@@ -315,8 +340,8 @@ class Program:
             self.count(task, form)
 
     def make_plan(self) -> None:
-        place = self.place()
-        task = draw_task(self.draw, place, self.line)
+        kind = self.draw_kind()
+        place, task = kind.place, make_task(kind, self.line)
         if len(self.plans) > 6:
             del self.plans[0]
         if place.comm is None:
@@ -540,21 +565,35 @@ def _shape(draw: Random, *, divided: bool = False) -> tuple[int, ...]:
     return (draw.choice(HUGE) // (4 if divided else 1),)
 
 
-def draw_task(draw: Random, place: Place, generation: int) -> Task:
+def draw_kind(draw: Random, place: Place) -> Kind:
     """Draw a call that is valid, or that only its algorithm may refuse."""
     collective = draw.choice((*COLLECTIVES, *REDUCTIONS, "allreduce"))
     while True:
         row = _draw_row(draw, collective, place.size)
-        location = row["op"] in LOCATIONS
-        if location:
-            if not _locatable(collective, row):
-                continue
-        elif not allowed(collective, {**row, "layout": _plain(row["layout"])}):
-            continue
-        algorithm = _drawn_algorithm(draw, collective)
-        rank = -1 if place.comm is None else place.comm.rank
-        call = Drawn(collective, {**row, "algorithm": algorithm}, rank, place.size)
-        return (Location if location else Task)(call, place.comm, generation)
+        if _is_valid(collective, row):
+            return Kind(place, collective, row, _drawn_algorithm(draw, collective))
+
+
+def draw_places(draw: Random, collective: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return `row` with another layout of the input and the output."""
+    while True:
+        other = {**row, "layout": draw.choice(LAYOUTS), "out": draw.choice(OUTS)}
+        if _is_valid(collective, other):
+            return other
+
+
+def make_task(kind: Kind, generation: int) -> Task:
+    """Return the call of this rank."""
+    comm = kind.place.comm
+    rank = -1 if comm is None else comm.rank
+    call = Drawn(kind.collective, {**kind.row, "algorithm": kind.algorithm}, rank, kind.place.size)
+    return (Location if kind.row["op"] in LOCATIONS else Task)(call, comm, generation)
+
+
+def _is_valid(collective: str, row: dict[str, Any]) -> bool:
+    if row["op"] in LOCATIONS:
+        return _locatable(collective, row)
+    return allowed(collective, {**row, "layout": _plain(row["layout"])})
 
 
 def _plain(layout: str) -> str:

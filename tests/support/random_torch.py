@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from support.process_group import ORDERED
-from support.random_programs import OPERATIONS, ROWS
+from support.random_programs import OPERATIONS, REPEATABLE, ROWS
 
 LONG = (1021, 4099, 20_001, 65_537, 300_007)
 
@@ -111,6 +111,7 @@ class Program:
         self.sleeps = sleeps
         self.places = [Place(tuple(range(self.size)), None)]
         self.waiting: list[tuple[Later | Message, Place, str]] = []
+        self.kinds: list[tuple[Place, str, dict[str, Any]]] = []
         self.done: Counter[str] = Counter()
         self.line = 0
         self.where = ""
@@ -158,7 +159,9 @@ class Program:
 
     def destroy_one(self) -> None:
         if len(self.places) > 1:
-            self.destroy(self.places.pop(self.draw.randrange(1, len(self.places))))
+            place = self.places.pop(self.draw.randrange(1, len(self.places)))
+            self.kinds = [one for one in self.kinds if one[0] is not place]
+            self.destroy(place)
 
     def destroy(self, place: Place) -> None:
         for one in [one for one in self.waiting if one[1] is place]:
@@ -181,9 +184,15 @@ class Program:
     # --- collectives
 
     def collective(self) -> None:
-        place = self.place()
-        operation = self.draw.choice(list(BODIES))
-        row = self.row(operation)
+        if self.kinds and self.draw.random() < 0.65:
+            # Of the kind of an earlier one, for which something was prepared.
+            place, operation, row = self.draw.choice(self.kinds)
+            row = row | self.form(row["shape"])
+        else:
+            place, operation = self.place(), self.draw.choice(list(BODIES))
+            row = self.row(operation)
+            self.kinds = [*self.kinds, (place, operation, row)][-REPEATABLE:]
+        row["line"] = f"{self.name} {self.line}"
         if not self.member(place):
             return
         self.where = f"{operation} {row} on {place.members}"
@@ -202,21 +211,28 @@ class Program:
 
     def row(self, operation: str) -> dict[str, Any]:
         draw = self.draw
-        row: dict[str, Any] = {"line": f"{self.name} {self.line}", "op": "sum"}
+        row: dict[str, Any] = {"op": "sum"}
         row["dtype"] = draw.choice(
             cases.REDUCIBLE if operation in cases.REDUCTIONS else (*cases.REDUCIBLE, *cases.FLOAT8)
         )
         if operation in cases.REDUCTIONS:
             row["op"] = draw.choice([op for op in cases.OPS if cases.means(op, row["dtype"])])
         row["shape"] = self.shape()
-        row["layout"] = draw.choice([layout for layout in cases.LAYOUTS if cases.fits(layout, row["shape"])])
-        row["way"] = draw.choice(("sync", "sync", "wait", "future", "drop", "later", "later", "later"))
-        row["face"] = draw.choice(("stock", "drop-in"))
-        row["mode"] = draw.choice(("plain", "plain", "grad", "no_grad", "inference"))
+        row |= self.form(row["shape"])
         row["root"] = draw.choice(("first", "last", "last of group"))
         row["sizes"] = draw.choice(("even", "even", "uneven", "zeros"))
         row["stack"] = draw.random() < 0.5
         return row
+
+    def form(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Draw how a collective is called, and how its tensors lie."""
+        draw = self.draw
+        return {
+            "layout": draw.choice([layout for layout in cases.LAYOUTS if cases.fits(layout, shape)]),
+            "way": draw.choice(("sync", "sync", "sync", "wait", "future", "drop", "later", "later")),
+            "face": draw.choice(("stock", "drop-in")),
+            "mode": draw.choice(("plain", "plain", "grad", "no_grad", "inference")),
+        }
 
     def shape(self) -> tuple[int, ...]:
         draw, kind = self.draw, self.draw.random()
