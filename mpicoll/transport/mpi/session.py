@@ -94,7 +94,7 @@ def world(launched_size: int | None) -> MpiTransport:
         global _exit_agreement  # noqa: PLW0603  the world is one for the process
         _exit_agreement = _ExitAgreement(MPI.COMM_WORLD.Dup())
     transport = duplicate(MPI.COMM_WORLD)
-    if len(set(transport.nodes)) > 1:
+    if not fault_tolerant() and len(set(transport.nodes)) > 1:
         _delay_aborts()
     return transport
 
