@@ -5,7 +5,8 @@
     python ci/deaths.py --only " native.*1/3" --times 5            how long a job lasts after each kind of death
     python ci/deaths.py --list
     python ci/deaths.py --hosts 2,1 --only "/3"      jobs on hosts of ci/hosts.py with so many ranks on each
-    python ci/deaths.py --ulfm --times 20            jobs with MPI's fault tolerance, in which the others continue
+    python ci/deaths.py --ulfm --times 20            jobs with MPI's fault tolerance, in which the others continue;
+                                                     with --hosts 2,2 on several hosts
 
 A case is named by the kind of death, the moment, the victim and the number of ranks, such as `KILL in-shared 2/3`. Of
 each job is asked that it is over within 10 s of the death, with an exit status other than 0; that mpicoll's first line
@@ -58,7 +59,7 @@ def _run_ulfm(arguments: argparse.Namespace) -> NoReturn:
         longest = 0.0
         for _ in range(arguments.times):
             begin = time.monotonic()
-            done = survivors.run(case)
+            done = survivors.run(case, arguments.hosts)
             longest = max(longest, time.monotonic() - begin)
             problem = survivors.find_problem(case, done)
             if problem:

@@ -128,6 +128,7 @@ if [[ $tier == long ]]; then
     check deaths 7200 python ci/deaths.py
     check deaths-hosts 3600 python ci/deaths.py --hosts 2,1
     check survivors 14400 python ci/deaths.py --ulfm --times 20
+    check survivors-hosts 3600 python ci/deaths.py --ulfm --hosts 2,2
     check partition 1200 python ci/partition.py
     check torch 7200 ci/torch.sh
 fi

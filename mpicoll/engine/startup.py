@@ -169,10 +169,11 @@ def _mpi_init_waits_for_all_ranks() -> Any:
     stderr = None
     size = launch_env.launched_size(os.environ)
     if size is not None and launch_env.local_ranks(os.environ, size) < size and "mpi4py.MPI" not in sys.modules:
-        from mpicoll.transport import container_bridges, mpi_interfaces  # late: jobs on one host do not need them
+        from mpicoll.transport import coll_han, container_bridges, mpi_interfaces  # late: only several hosts need them
 
         os.environ.update(mpi_interfaces.include_only(os.environ, config().interface))
         os.environ.update(container_bridges.exclude_from(os.environ))
+        os.environ.update(coll_han.disable_in(os.environ))
     if "mpi4py.MPI" not in sys.modules and sys.__stderr__ is not None:
         with suppress(OSError, ValueError):  # it is closed
             stderr = sys.__stderr__.fileno()

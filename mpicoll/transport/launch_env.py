@@ -19,6 +19,11 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     return "mpi4py.MPI" in sys.modules or any(name in environ for name in _SIGNS)
 
 
+def is_fault_tolerant(environ: Mapping[str, str]) -> bool:
+    """Return True if Open MPI's launcher was asked for fault tolerance (``mpirun --with-ft ulfm``)."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")
+
+
 def is_started_by_mpi(environ: Mapping[str, str]) -> bool:
     """Return True if an MPI launcher, and no other launcher inside of it, started this process.
 

@@ -52,6 +52,16 @@ INTERLEAVED_NODES = Quirk(
     "gather and scatter are carried out by schedules on such communicators",
 )
 
+IGNORED_FAILURES = Quirk(
+    "collectives between hosts when a rank dies",
+    "Open MPI 5 and 6",
+    r"Open MPI v[56]\.",
+    "in a fault-tolerant job on several hosts, collectives can succeed with a wrong result when a rank dies, since"
+    " coll/han ignores errors (seen with 5.0.11; its issue 11794)",
+    "mpicoll disables that component, by OMPI_MCA_coll_han_priority, if it initialises MPI; else schedules carry out"
+    " all collectives",
+)
+
 REDUCE_IN_PLACE = Quirk(
     "MPI_Reduce in place",
     "all but Open MPI 5, MPICH 5 and Intel MPI 2021.19",
@@ -213,6 +223,7 @@ SLOTS = Quirk(
 
 QUIRKS = (
     INTERLEAVED_NODES,
+    IGNORED_FAILURES,
     PERSISTENT_COLLECTIVES,
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,12 @@ def listen(setup: str = "", **variables: str) -> subprocess.CompletedProcess[str
 
     `setup` are commands that are run on each host before."""
     return _run(hosts("--setup", setup, 2, 1), "-c", _LISTEN, seconds=60, **variables)
+
+
+def survive(ranks: Sequence[int], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a fault-tolerant job on hosts with so many `ranks` on each."""
+    launch = hosts("--mpirun", "--with-ft ulfm", str(len(ranks)), ",".join(map(str, ranks)), rate="1gbit")
+    return _run(launch, *program, seconds=seconds, **variables)
 
 
 def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:

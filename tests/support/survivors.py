@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +55,15 @@ def matrix() -> Iterator[Case]:
             yield Case(kind, moment, victim)
 
 
-def run(case: Case) -> CompletedProcess[str]:
-    """Run the job of this case."""
+def run(case: Case, hosts: Sequence[int] = ()) -> CompletedProcess[str]:
+    """Run the job of this case; with `hosts`, on hosts of ci/hosts.py with so many ranks on each."""
+    from support import apart
     from support.launch import mpirun
 
     arguments = (case.kind, case.moment, str(case.victim))
     bounds = {"MPICOLL_TIMEOUT": "60", "MPICOLL_REPORT": "off"}
+    if hosts:
+        return apart.survive(hosts, __file__, *arguments, seconds=50, **bounds)
     return mpirun(case.size, __file__, *arguments, seconds=50, options=("--with-ft", "ulfm"), **bounds)
 
 

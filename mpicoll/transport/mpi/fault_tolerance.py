@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed
+from mpicoll.transport import launch_env
 from mpicoll.transport.base import Memory
 from mpicoll.transport.mpi.translation import translate_error
 from mpicoll.transport.waiting import poll, wait_for
@@ -57,7 +58,7 @@ _polled_at = 0.0
 def fault_tolerant() -> bool:
     """Return True if the job continues when a rank fails: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
     return (
-        os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112  it is called so
+        launch_env.is_fault_tolerant(os.environ)
         and hasattr(MPI.Comm, "Shrink")
         and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     )

@@ -78,12 +78,27 @@ class MpiTransport(MessagePassing):
         return cast("list[str]", self._collective.allgather(text))
 
     def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+        if self._failure_defect is not None:
+            return self._failure_defect
         if dtype is None:
             return self._gather_defect if collective in ("gather", "scatter") else None
         # Not at module level: a rank that calls no reduction of MPI, and does not look for defects, does not need it.
         from mpicoll.transport import reductions
 
         return reductions.find_defect(self._facts.defects, op, dtype)
+
+    @cached_property
+    def _failure_defect(self) -> str | None:
+        if not fault_tolerant() or len(set(self.nodes)) == 1:
+            return None
+        from mpicoll.transport import coll_han  # few jobs need it
+
+        if coll_han.is_disabled(os.environ):
+            return None
+        return (
+            "in a fault-tolerant job, collectives of this MPI library between hosts can succeed with a wrong result if"
+            f" a rank dies (coll/han); set {coll_han.PRIORITY}=-1 before MPI is initialised"
+        )
 
     @cached_property
     def _gather_defect(self) -> str | None:

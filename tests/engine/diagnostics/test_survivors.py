@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import survivors
+from support import apart, survivors
 from support.survivors import Case
 
 CHOSEN = [
@@ -23,6 +23,16 @@ CHOSEN = [
 )
 def test_the_survivors_continue(case: Case) -> None:
     done = survivors.run(case)
+    assert not survivors.find_problem(case, done), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_survivors_on_several_hosts_continue() -> None:
+    if why := apart.possible():
+        pytest.skip(f"this machine can't play hosts: {why}")
+    case = Case("KILL", "inside", 1)
+    done = survivors.run(case, hosts=(2, 2))
     assert not survivors.find_problem(case, done), done.stdout
 
 
