@@ -29,6 +29,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from hosts import parse_numbers
 from support import dying, survivors
 
 
@@ -37,14 +38,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="may be given several times")
     parser.add_argument("--list", action="store_true", help="name the cases instead of running them")
     parser.add_argument("--ulfm", action="store_true", help="jobs with MPI's fault tolerance (ULFM)")
-    parser.add_argument("--hosts", type=_numbers, default=[], metavar="RANKS", help="on each host, such as 2,1")
+    parser.add_argument("--hosts", type=parse_numbers, default=[], metavar="RANKS", help="on each host, such as 2,1")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="run each case N times")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
     return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _run_ulfm(arguments: argparse.Namespace) -> NoReturn:

@@ -68,7 +68,7 @@ def parse_rate(text: str) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", type=int)
-    parser.add_argument("ranks", type=_numbers, help="on each host; or a number for each host, with commas")
+    parser.add_argument("ranks", type=parse_numbers, help="on each host; or a number for each host, with commas")
     parser.add_argument("--rate", help="of each host's link, such as 1gbit; as fast as it goes if left out")
     parser.add_argument("--cut", nargs=2, metavar=("HOST", "FILE"), help="take this host's link away when FILE appears")
     parser.add_argument("--heal", metavar="FILE", help="and give it back when this one does")
@@ -84,7 +84,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
+    """Return the numbers in a text such as ``2,1``."""
     return [int(number) for number in text.split(",")]
 
 

@@ -146,7 +146,9 @@ def _watch_job(case: Case, folder: Path, hosts: Sequence[int], outcome: Outcome,
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
     if hosts:
-        command = [sys.executable, str(_ROOT / "ci" / "hosts.py"), str(len(hosts)), ",".join(map(str, hosts))]
+        from support import apart  # not for a rank, which has no such path
+
+        command = apart.hosts(str(len(hosts)), ",".join(map(str, hosts)), rate="1gbit")
     else:
         command = ["bash", "-c", 'source "$0" && exec mpirun "$@"', str(_ROOT / "ci" / "env.sh")]
         command += ["-np", str(case.size)]
