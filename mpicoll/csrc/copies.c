@@ -76,14 +76,15 @@ static size_t read_l3_bytes(void)
  * around it. Larger caches are shared by more programs. */
 bool exceeds_cache(size_t nbytes)
 {
-    enum { LEAST = 4 << 20, UNKNOWN = 16 << 20, MOST = 32 << 20 };
+    enum { LEAST = 4 << 20, UNKNOWN = 16 << 20, WHOLE = 32 << 20 };
     static _Atomic size_t known = 0; /* every thread finds about the same */
     if (nbytes <= LEAST)
         return false;
     size_t bytes = atomic_load_explicit(&known, memory_order_relaxed);
     if (bytes == 0) {
         const size_t l3 = read_l3_bytes();
-        bytes = l3 == 0 ? UNKNOWN : l3 < LEAST ? LEAST : l3 < MOST ? l3 : MOST;
+        const size_t share = l3 / 10 * 3;
+        bytes = l3 == 0 ? UNKNOWN : l3 < LEAST ? LEAST : l3 < WHOLE ? l3 : share < WHOLE ? WHOLE : share;
         atomic_store_explicit(&known, bytes, memory_order_relaxed);
     }
     return nbytes > bytes;
