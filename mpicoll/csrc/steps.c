@@ -64,7 +64,7 @@ enum {
     STATE_AT = RING * LINE,
     WRITES_AT = STATE_AT + 64, /* in another cache line, since others look at the state */
     SLEEPERS_AT = STATE_AT + LINE, /* in a line that is seldom written: a look there takes no transfer */
-    POSTED_AT = STATE_AT + 2 * LINE,
+    POSTED_AT = SLEEPERS_AT + RING * (int)sizeof(uint32_t),
     RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
     EAGER_SPINS = 20,        /* polls without a pause, which takes up to a third of a step */
     SPINS = 100,             /* more polls without releasing the GIL, which takes about as long */
@@ -83,7 +83,7 @@ static const int64_t LONGEST_WRITE = 1000000000;
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
-_Static_assert(RING * sizeof(uint32_t) <= LINE, "sleepers of all flags");
+_Static_assert(POSTED_AT % LINE == 0, "posted numbers in a line of their own");
 _Static_assert(WRITES_AT + sizeof(uint32_t) <= SLEEPERS_AT, "the state and the writes in one pair of cache lines");
 _Static_assert(AHEAD >= 2 && RING >= AHEAD + 2 + MAX_BEGUN, "what a rank replaces has been read: see find_slot");
 _Static_assert(MAX_BEGUN <= AHEAD, "room for the words of a meeting, and those after it");

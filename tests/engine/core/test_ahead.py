@@ -20,6 +20,9 @@ from mpicoll.transport.local.transport import LocalTransport
 
 pytestmark = pytest.mark.extension
 
+AHEAD = 32
+"""Calls that a rank may begin after the last one that all ranks have begun, as in csrc/steps.h."""
+
 
 def test_ranks_that_only_send_may_be_ahead() -> None:
     """By a number of calls that is bounded, whose data stays until the other ranks have it."""
@@ -33,10 +36,10 @@ def test_ranks_that_only_send_may_be_ahead() -> None:
             plan()
         mpicoll.barrier()
         got = []
-        for number in range(30):
+        for number in range(2 * AHEAD):
             if comm.rank == 0:
                 x[:] = number
-                if number == 16:
+                if number == AHEAD:
                     ahead.set()
             elif number == 0:
                 assert ahead.wait(20)
@@ -44,11 +47,11 @@ def test_ranks_that_only_send_may_be_ahead() -> None:
             got.append(float(plan()[-1]))
             if comm.rank == 0:
                 calls.append(number)
-                if number == 16:
+                if number == AHEAD:
                     last.set()
         return got
 
-    assert mpicoll.run_local(body, 2, timeout=30) == [list(range(30))] * 2
+    assert mpicoll.run_local(body, 2, timeout=30) == [list(range(2 * AHEAD))] * 2
 
 
 def test_a_failure_after_a_rank_has_gone_on_ends_all_ranks() -> None:
@@ -123,11 +126,11 @@ def test_a_call_keeps_its_description_while_it_runs(monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             mpicoll.bcast(own, out=own)
         # The calls of the last steps, whose descriptions are kept too, are others.
-        for _ in range(40):
+        for _ in range(2 * AHEAD + 8):
             mpicoll.bcast(other, out=other)
         mpicoll.barrier()
         assert rank == 0 or is_replaced.wait(20)
-        for _ in range(16):
+        for _ in range(AHEAD):
             mpicoll.bcast(other, out=other)
         is_ahead.set()
         mpicoll.bcast(own, out=own)
@@ -147,7 +150,7 @@ def test_ranks_may_catch_up_with_more_calls_than_a_rank_waits_for() -> None:
         for _ in range(5):
             if comm.rank:
                 time.sleep(0.01)
-            for _ in range(30):
+            for _ in range(2 * AHEAD):
                 mpicoll.bcast(x, out=x)
 
     mpicoll.run_local(body, 2, timeout=30)

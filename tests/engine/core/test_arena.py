@@ -275,7 +275,7 @@ def test_the_number_of_steps_wraps() -> None:
             arena.sync()
 
         # As many steps as take the number there, through all words, which begin with number 0.
-        arena.number = 2**32 - 60
+        arena.number = 2**32 - 100
         for _ in range(40):
             with suppress(_Fault, CommunicationError):
                 arena.run(operate, 2)
