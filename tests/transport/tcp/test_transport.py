@@ -127,6 +127,11 @@ try:
 except mpicoll.RankFailed as error:
     assert error.ranks == (2,) and "has left: it makes no more calls" in str(error), error
 assert time.monotonic() - begin < 10
+# Neither leaves while the other still waits for it.
+if rank == 0:
+    end.recv(nothing, 1, 2)
+else:
+    end.send(nothing, 0, 2)
 end.free()
 """,
     )
