@@ -321,7 +321,8 @@ def abort_job(error: BaseException, status: int) -> None:
 
 
 def report_deaths_to(callback: Callable[[int, str], None]) -> None:
-    """Call `callback` on one surviving rank with each rank that ends unannounced, and the cause."""
+    """Call `callback` on a surviving rank with each rank that ends unannounced, and the cause: on one, or where the
+    launcher ends them before that, on each that reports the death."""
     watch = start_watchdog()
     if watch is not None:
         watch.deaths.report = callback

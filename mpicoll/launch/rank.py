@@ -114,7 +114,7 @@ def _serialize_failure(rank: int | None, status: int, error: BaseException) -> b
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file atomically."""
-    draft = path.with_name(f"{path.name}.draft")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # several ranks may report a death
     draft.write_bytes(data)
     draft.replace(path)
 

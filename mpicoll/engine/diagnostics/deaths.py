@@ -30,8 +30,9 @@ _STATUS_TIMEOUT = 0.2
 class DeathHandler:
     """Handler of ranks that end unannounced: they end the job, unless ranks may die (ULFM).
 
-    ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason; ``mark_dead`` with
-    a rank that has died in a job in which ranks may die. ``find_undetected_failures`` returns the dead ranks whose
+    ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason, and on ranks that
+    report a death as the launcher's SIGTERM ends them; ``mark_dead`` with a rank that has died in a job in which ranks
+    may die. ``find_undetected_failures`` returns the dead ranks whose
     death MPI has not detected. ``suspicion`` is the reason why the launcher may be about to end the job.
     """
 
@@ -47,6 +48,7 @@ class DeathHandler:
         self._reporter = reporter
         self._abort = abort
         self._processes: dict[int, Process] = {}
+        self._exits: dict[int, PeerExit] = {}  # of these processes, should they end
 
     def observe_processes(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Observe the processes of the ranks on this host. `addresses` are the addresses of all ranks."""
@@ -55,6 +57,7 @@ class DeathHandler:
             if rank != self._peers.rank and one["place"] == addresses[self._peers.rank]["place"]:
                 with suppress(OSError):  # of another PID namespace, or just ended
                     self._processes[rank] = Process(one, descriptor=len(self._processes) < most)
+                    self._exits[rank] = PeerExit(rank, "closed", "", one["pid"], one["host"])
 
     def find_overdue(self, now: float) -> set[int]:
         """Return the ranks that have died in a job in which ranks may die, that MPI has not detected in time."""
@@ -86,9 +89,9 @@ class DeathHandler:
             for rank in sorted(ended):
                 process = here.pop(rank, None)
                 if process is not None and ended[rank] not in (0, -signal.SIGTERM):
-                    gone = PeerExit(rank, "closed", "", 0, "")
-                    how = describe_exit(gone, ended[rank])
-                    log_to_stderr(f"rank {rank} of {peers.size} {how}; the job is ended", separate=True)
+                    why = self._describe_death(self._exits[rank], ended[rank])
+                    self.report(rank, why)
+                    log_to_stderr(f"{why}; the job is ended", separate=True)
             return None if here else True
 
         wait_for(report_all, _STATUS_TIMEOUT)
@@ -111,12 +114,17 @@ class DeathHandler:
         for rank in sorted(set(self._processes) - known):
             status = self._processes[rank].status(0.0)
             if status not in (None, 0, -signal.SIGTERM, 128 + signal.SIGTERM):
-                gone = PeerExit(rank, "closed", "", 0, "")
-                self._unreported[rank] = f"rank {rank} of {peers.size} {describe_exit(gone, status)}"
-        whys = {why for rank, why in self._unreported.items() if rank not in self._reported}
-        for why in sorted(whys):
+                self._unreported[rank] = self._describe_death(self._exits[rank], status)
+        unreported = {rank: why for rank, why in self._unreported.items() if rank not in self._reported}
+        for rank, why in unreported.items():
+            self.report(rank, why)
+        for why in sorted(set(unreported.values())):
             log_to_stderr(f"{why}; the job is ended", separate=True)
-        return bool(whys)
+        return bool(unreported)
+
+    def _describe_death(self, gone: PeerExit, status: int | None) -> str:
+        where = f" (process {gone.pid} on {gone.host})" if gone.pid else ""
+        return f"rank {gone.rank} of {self._peers.size}{where} {describe_exit(gone, status)}"
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""
@@ -133,8 +141,7 @@ class DeathHandler:
         status = None if process is None else process.status()
         if process is not None:
             process.close()
-        where = f" (process {gone.pid} on {gone.host})" if gone.pid else ""
-        why = f"rank {gone.rank} of {peers.size}{where} {describe_exit(gone, status)}"
+        why = self._describe_death(gone, status)
         if peers.coordinator() == peers.rank:
             self.report(gone.rank, why)
         if status == 0:

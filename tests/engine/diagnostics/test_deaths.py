@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,7 +21,7 @@ from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.reporter import Reporter
 from mpicoll.transport.control import process_status
-from mpicoll.transport.control.process_status import describe_process
+from mpicoll.transport.control.process_status import Process, describe_process
 
 CASES = [
     dying.Case("KILL", "import", 3, 1),
@@ -97,9 +98,31 @@ def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pyt
     reporter = Reporter(peers)
     deaths = DeathHandler(peers, reporter, JobAbort(peers, reporter, lambda status: None))
     before = count_process_descriptors()
-    deaths.observe_processes([describe_process() | {"place": "here"}] * 100)
+    deaths.observe_processes([describe_process() | {"place": "here", "host": "node1"}] * 100)
     assert count_process_descriptors() == before + 16
     assert len(deaths._processes) == 99
+    for process in deaths._processes.values():
+        process.close()
+
+
+def test_a_death_that_a_rank_reports_as_sigterm_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``spawn`` names it then too."""
+    peers = Peers(LocalWaits())
+    peers.rank, peers.size = 2, 3
+    reporter = Reporter(peers)
+    deaths = DeathHandler(peers, reporter, JobAbort(peers, reporter, lambda status: None))
+    monkeypatch.setattr(Process, "status", lambda self, timeout=0.0: -signal.SIGKILL)
+    deaths.observe_processes([describe_process() | {"place": "here", "host": "node1"}] * 3)
+    reports: list[tuple[int, str]] = []
+    deaths.report = lambda *report: reports.append(report)
+    assert deaths.report_unreported({0})  # which the launcher has ended
+    why = f"rank 1 of 3 (process {os.getpid()} on node1) was killed by SIGKILL"
+    assert [(rank, text.partition(" (kill -9")[0]) for rank, text in reports] == [(1, why)]
+    assert capfd.readouterr().err.startswith(f"\nmpicoll: {why}")
+    deaths.mark_reported([1])
+    assert not deaths.report_unreported({0})
     for process in deaths._processes.values():
         process.close()
 

@@ -225,7 +225,9 @@ def end_in_finalize(watched: WatchedRank, statuses: dict[int, int | None], monke
 
     rank = watched.watchdog.peers.rank
     processes = {other: FakeProcess(status) for other, status in statuses.items() if other != rank}
+    exits = {other: PeerExit(other, "closed", "", 0, "") for other in processes}
     monkeypatch.setattr(watched.watchdog.deaths, "_processes", processes)
+    monkeypatch.setattr(watched.watchdog.deaths, "_exits", exits)
     monkeypatch.setattr(watchdog, "end_by_signal", end)
     monkeypatch.setattr(watchdog, "has_received_sigterm", is_main_thread)
     with pytest.raises(SystemExit):
@@ -292,12 +294,15 @@ def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
     """The lowest rank reports that rank 2 was killed, whose connection may have been seen to end; rank 1 does if the
     launcher has killed rank 0. Rank 3 is ended by the launcher."""
     watched = finalizing_watchdog(rank, monkeypatch)
+    reports: list[tuple[int, str]] = []
+    watched.watchdog.deaths.report = lambda *report: reports.append(report)
     if seen:
         cast(Any, watched.watchdog.peers.network).exits[2] = PeerExit(2, "closed", "", 0, "")
     statuses = {0: lowest, 1: None, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
     assert end_in_finalize(watched, statuses, monkeypatch) == ""
-    line = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer); the job is ended"
-    assert (f"\nmpicoll: {line}\n" in capfd.readouterr().err) == said
+    why = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer)"
+    assert (f"\nmpicoll: {why}; the job is ended\n" in capfd.readouterr().err) == said
+    assert reports == [(2, why)] * said
 
 
 @pytest.mark.parametrize(
