@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.config import Config, config
+from mpicoll.config import Config, config, find_unknown_settings
 from mpicoll.errors import SetupError
 
 
@@ -106,3 +106,19 @@ def test_torchs_detail_asks_for_checks() -> None:
         "calls",
         "numerics",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("MPICOLL_TIMOUT", "MPICOLL_TIMEOUT"),
+        ("MPICOLL_SHARED", "MPICOLL_SHARED_MEMORY"),
+        ("MPICOLL_ALGORITHM", "MPICOLL_ALGORITHMS"),
+        ("MPICOLL_ROOT", ""),
+        ("MPICOLL_VERSION", ""),
+        ("MPICOLL_", ""),
+    ],
+)
+def test_unknown_settings(name: str, similar: str) -> None:
+    environ = {"MPICOLL_CHECK": "calls", "PATH": "", "_MPICOLL_CHEKC": "", name: "1"}
+    assert find_unknown_settings(environ) == {name: similar}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from mpicoll.config import config
+from mpicoll.config import config, find_unknown_settings
 from mpicoll.engine import learning, startup
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -20,6 +20,7 @@ from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicatorError, MpicollError
 from mpicoll.extension import set_world
+from mpicoll.logs import get_logger
 from mpicoll.transport import launch_env
 from mpicoll.transport.base import Transport
 
@@ -111,6 +112,8 @@ def _begin(core: CommunicatorCore, trace_folder: str, library: str) -> None:
     global _library  # noqa: PLW0603  it is that of the world
     _library = library
     _use_world(Communicator(core, _replace_world))
+    if core.rank == 0:
+        _warn_of_misspelt_settings()
     # A process may have several worlds one after the other.
     if core.rank == 0 and core.tune != "off" and _write_learned_results not in startup.exit_callbacks:
         startup.exit_callbacks.append(_write_learned_results)
@@ -118,6 +121,13 @@ def _begin(core: CommunicatorCore, trace_folder: str, library: str) -> None:
         startup.exit_callbacks.append(_warn_of_messages)
     if trace_folder:
         _start_trace(core, trace_folder)
+
+
+def _warn_of_misspelt_settings() -> None:
+    """Other variables with the prefix of mpicoll may belong to an installation of it, such as MPICOLL_ROOT."""
+    for name, similar in find_unknown_settings(os.environ).items():
+        if similar:
+            get_logger().warning("there is no setting %s, which has no effect: is %s meant?", name, similar)
 
 
 def _write_learned_results() -> None:

@@ -141,6 +141,12 @@ def test_malformed_variables_are_reported_at_the_first_use(python: Python) -> No
 
 
 @pytest.mark.slow
+def test_a_misspelt_setting_is_reported(python: Python) -> None:
+    done = python("import mpicoll; mpicoll.barrier(); mpicoll.barrier()", MPICOLL_TIMOUT="60", MPICOLL_ROOT="/opt")
+    assert done.returncode == 0
+    assert done.stdout == "there is no setting MPICOLL_TIMOUT, which has no effect: is MPICOLL_TIMEOUT meant?\n"
+
+
 def test_the_bound_of_a_world_of_one(python: Python) -> None:
     done = python(
         "import numpy as np, mpicoll\n"

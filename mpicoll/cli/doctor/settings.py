@@ -10,7 +10,7 @@ from mpicoll.cli.doctor.findings import Finding
 
 def check_settings() -> Iterator[Finding]:
     """Yield the value of each setting, unknown variables with the prefix of mpicoll, and the tuned table."""
-    from mpicoll.config import Config
+    from mpicoll.config import Config, find_unknown_settings
     from mpicoll.errors import SetupError
     from mpicoll.transport.control.interfaces import select_addresses
 
@@ -27,18 +27,10 @@ def check_settings() -> Iterator[Finding]:
         text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if field == "timeout" else value
         where = "environment" if name in os.environ else "default"
         yield Finding("settings", name, "ok", f"{text or '(none)'}, {where}")
-    yield from _find_unknown_settings(set(names.values()))
+    for name, similar in find_unknown_settings(os.environ).items():
+        remedy = f"is {similar} meant?" if similar else "unset it"
+        yield Finding("settings", name, "problem", "there is no such setting", remedy)
     yield check_tuned_table()
-
-
-def _find_unknown_settings(known: set[str]) -> Iterator[Finding]:
-    from difflib import get_close_matches
-
-    for name in sorted(os.environ):
-        if name.startswith("MPICOLL_") and name not in known:
-            close = get_close_matches(name, known, 1)
-            remedy = f"is {close[0]} meant?" if close else "unset it"
-            yield Finding("settings", name, "problem", "there is no such setting", remedy)
 
 
 def check_tuned_table() -> Finding:
