@@ -156,10 +156,12 @@ def _keep(comm: CommunicatorCore, query: SelectionQuery, name: str) -> None:
 def write_results(library: str) -> None:
     """Add what was learned with the MPI library `library` to the tuned table at its default path, for later jobs.
 
-    Does nothing if MPICOLL_TUNED names a table, which then stays as it is, or is ``off``. If the table can't be
-    written, that is logged: the program has its results, and the next job can learn again.
+    Does nothing if MPICOLL_TUNED names a table, which then stays as it is, or is ``off``, nor in jobs that do without
+    shared memory or connections beside MPI: jobs with these would take what was the fastest without. If the table can't
+    be written, that is logged: the program has its results, and the next job can learn again.
     """
-    if not results or config().tuned:
+    settings = config()
+    if not results or settings.tuned or "off" in (settings.shared_memory, settings.sockets):
         return
     # Late: most programs learn nothing.
     from datetime import datetime, timezone

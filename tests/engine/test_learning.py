@@ -370,10 +370,14 @@ def test_of_one_node_nothing_is_kept(place: Path) -> None:
     assert learning.results == {}
 
 
-@pytest.mark.parametrize("named", ["off", "mine.json"])
-def test_a_named_table_is_not_written(place: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"), [("TUNED", "off"), ("TUNED", "mine.json"), ("SHARED_MEMORY", "off"), ("SOCKETS", "off")]
+)
+def test_settings_with_which_nothing_is_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+) -> None:
     monkeypatch.chdir(place.parents[2])
-    monkeypatch.setenv("MPICOLL_TUNED", named)
+    monkeypatch.setenv(f"MPICOLL_{setting}", value)
     config.config.cache_clear()
     learning.results[NodeLayout(3, 3, 1), "moved", "allgather", 4096.0] = "native"
     learning.write_results("a library")
