@@ -57,7 +57,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
             descriptor, inode = other["sigterm_pipe"]
             wrong = other | {"sigterm_pipe": [descriptor, inode + 1]}
             foreign = other | {"pid_namespace": "pid:[1]"}
-            addresses = [{"place": "here"} | process for process in (own, wrong, foreign, other)]
+            addresses = [{"place": "here", "host": "node1"} | process for process in (own, wrong, foreign, other)]
             job_abort.places = ["here"] * 4
             deaths.observe_processes(addresses)
             one.observe(addresses)
