@@ -239,15 +239,13 @@ def config() -> Config:
 def find_unknown_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that have the prefix of mpicoll and are no settings, each with the one that it resembles, or
     with an empty string."""
-    known = {f"MPICOLL_{one.upper()}" for one in Config._fields}
-    unknown = sorted(name for name in environ if name.startswith("MPICOLL_") and name not in known)
+    prefix, known = "MPICOLL_", [one.upper() for one in Config._fields]
+    unknown = {name: name.removeprefix(prefix) for name in sorted(environ) if name.startswith(prefix)}
+    unknown = {name: word for name, word in unknown.items() if word not in known}
     if not unknown:
         return {}
     from difflib import get_close_matches  # late: few programs need it
 
-    def find_similar(name: str) -> str:
-        # MPICOLL_SHARED resembles MPICOLL_SHARED_MEMORY, and MPICOLL_ROOT none.
-        close = get_close_matches(name.removeprefix("MPICOLL_"), [one.upper() for one in Config._fields], 1, 0.62)
-        return f"MPICOLL_{close[0]}" if close else ""
-
-    return {name: find_similar(name) for name in unknown}
+    # MPICOLL_SHARED resembles MPICOLL_SHARED_MEMORY, and MPICOLL_ROOT none.
+    similar = {name: get_close_matches(word, known, 1, 0.62) for name, word in unknown.items()}
+    return {name: f"{prefix}{words[0]}" if words else "" for name, words in similar.items()}

@@ -74,7 +74,8 @@ static size_t read_l3_bytes(void)
 
 /* With an L3 cache of 32 MiB, two ranks of an AMD EPYC took up to 2.3 times as long for moves of 6 and 8 MiB by stores
  * around it. Larger caches are shared by more programs: with one of 480 MiB, two ranks of an Intel Xeon took up to 1.5
- * times as long by such stores where all arrays had 128 MiB, and less time where they had 160. */
+ * times as long by such stores where all arrays had 128 MiB, and for exscan and alltoall less time where they had 160.
+ */
 bool exceeds_cache(size_t nbytes)
 {
     enum { LEAST = 4 << 20, UNKNOWN = 16 << 20, WHOLE = 32 << 20 };

@@ -147,6 +147,7 @@ def test_a_misspelt_setting_is_reported(python: Python) -> None:
     assert done.stdout == "there is no setting MPICOLL_TIMOUT, which has no effect: is MPICOLL_TIMEOUT meant?\n"
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_world_of_one(python: Python) -> None:
     done = python(
         "import numpy as np, mpicoll\n"

@@ -32,8 +32,8 @@ class DeathHandler:
 
     ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason, and on ranks that
     report a death as the launcher's SIGTERM ends them; ``mark_dead`` with a rank that has died in a job in which ranks
-    may die. ``find_undetected_failures`` returns the dead ranks whose
-    death MPI has not detected. ``suspicion`` is the reason why the launcher may be about to end the job.
+    may die. ``find_undetected_failures`` returns the dead ranks whose death MPI has not detected. ``suspicion`` is the
+    reason why the launcher may be about to end the job.
     """
 
     def __init__(self, peers: Peers, reporter: Reporter, abort: JobAbort) -> None:
