@@ -70,9 +70,32 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     elif found.silent:
         verb = inflect(found.silent, "does", "do")
         found.words.append(f"{rank_list(found.silent)} {verb} not respond (stopped or frozen?)")
+    found.words += _describe_run_delays(known)
     if not found.words:
         found.words.append("no rank waits in an operation")
     return found
+
+
+def _describe_run_delays(known: Mapping[int, State]) -> list[str]:
+    """Return a sentence about the ranks that had no core for much of the longest wait."""
+    window = max((one["seconds"] for state in known.values() for one in state.get("pending", [])), default=0.0)
+    delays: dict[int, float] = {}
+    for rank, state in sorted(known.items()):
+        delay = min(window, sum(seconds for ago, seconds in state.get("run_delay", []) if ago < window))
+        if delay >= max(_LEAST_RUN_DELAY, _RUN_DELAY_SHARE * window):
+            delays[rank] = delay
+    if not delays:
+        return []
+    seconds = f"{inflect(delays, '', 'up to ')}{max(delays.values()):.3g} of the last {window:.3g} s"
+    why = f"other processes use the cores, or a cgroup limits {inflect(delays, 'its', 'their')} time"
+    return [f"{ranks_and_verb(delays, 'was', 'were')} ready to run, but had no core, for {seconds}: {why}"]
+
+
+_LEAST_RUN_DELAY = 1.0
+"""Seconds without a core from which on a report names a rank."""
+
+_RUN_DELAY_SHARE = 0.25
+"""Share of the longest wait from which on it does."""
 
 
 def _sentence(wait: State, known: Mapping[int, State]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpicoll.engine.diagnostics.departures import make_departed_state, make_unreached_state
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
+from mpicoll.engine.diagnostics.run_delay import RunDelay
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 
@@ -33,6 +34,7 @@ class Peers:
         self.left: dict[int, dict[str, Any]] = {}
         # Events that arrived while states were collected.
         self.deferred: deque[Message | PeerExit] = deque()
+        self.run_delay = RunDelay()
         self._waits = waits
         self._query = 0  # number of the last query
         self._replies: dict[int, Any] = {}
@@ -60,7 +62,8 @@ class Peers:
 
     def own_state(self, *, full: bool = False, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
         """Return the state of this rank. `full` includes stacks and past operations."""
-        return self._waits.state(self.rank, self.size, full=full, calls=calls)
+        state = self._waits.state(self.rank, self.size, full=full, calls=calls)
+        return state | {"run_delay": self.run_delay.list_intervals()}
 
     def collect_states(
         self, seconds: float, *, full: bool, calls: Sequence[Sequence[Any]] = ()

@@ -119,6 +119,21 @@ def test_no_rank_waits() -> None:
     assert said(at_work(), None) == ["rank 1 does not respond (stopped or frozen?)"]
 
 
+def test_ranks_without_a_core() -> None:
+    late = waits() | {"run_delay": [(40.0, 9.0), (20.0, 7.0), (1.0, 2.5)]}
+    little = waits() | {"run_delay": [(1.0, 7.0)]}
+    why = "other processes use the cores, or a cgroup limits"
+    assert said(late, little, waits())[1:] == [
+        f"rank 0 was ready to run, but had no core, for 9.5 of the last 30 s: {why} its time"
+    ]
+    # It began before the operation.
+    earlier = at_work() | {"run_delay": [(29.0, 80.0)]}
+    assert said(late, earlier, waits())[1:] == [
+        f"ranks 0 and 1 were ready to run, but had no core, for up to 30 of the last 30 s: {why} their time"
+    ]
+    assert said(at_work() | {"run_delay": [(1.0, 7.0)]}, at_work()) == ["no rank waits in an operation"]
+
+
 def test_calls_that_differ() -> None:
     other = Call("allreduce", 4000, "float64", (500,), op="max", algorithm="ring")
     assert said(waits(), waits(), waits(call=other, line=12), waits())[0] == (
