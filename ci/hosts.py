@@ -180,7 +180,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     ranks = arguments.ranks * arguments.hosts if len(arguments.ranks) == 1 else arguments.ranks
     places = dict(zip(hosts, ranks, strict=True))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {"PATH": path, "ON_HOST": str(agent)}
+    variables = {"PATH": path, "ON_HOST": str(agent)} | _choose_yield()
     launcher = []
     if not arguments.alone:
         launcher = _launch(agent, places, folder, path, any_interface=arguments.any_interface)
@@ -198,6 +198,19 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
         check=False,
         env=os.environ | variables | {"TMPDIR": str(temporary)},
     ).returncode
+
+
+def _choose_yield() -> dict[str, str]:
+    """Return how ranks that wait in Open MPI give up their core.
+
+    The processes of a host, which are a session of their own, are one of the groups among which an autogrouping kernel
+    divides the cores. Where those of one group call sched_yield without end, Linux 6.18 may let them alone use a core
+    for a minute, while all other groups wait, also for the messages for which the first one yields. A short sleep does
+    not do that.
+    """
+    switch, name = Path("/proc/sys/kernel/sched_autogroup_enabled"), "OMPI_MCA_threads_pthreads_yield_strategy"
+    grouped = switch.exists() and switch.read_text().strip() == "1"
+    return {name: "nanosleep"} if grouped and name not in os.environ else {}
 
 
 def main() -> None:
