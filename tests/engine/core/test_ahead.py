@@ -20,7 +20,7 @@ from mpicoll.transport.local.transport import LocalTransport
 
 pytestmark = pytest.mark.extension
 
-AHEAD = 32
+AHEAD = 128
 """Calls that a rank may begin after the last one that all ranks have begun, as in csrc/steps.h."""
 
 

@@ -275,12 +275,12 @@ def test_the_number_of_steps_wraps() -> None:
             arena.sync()
 
         # As many steps as take the number there, through all words, which begin with number 0.
-        arena.number = 2**32 - 100
-        for _ in range(40):
+        arena.number = 2**32 - 300
+        for _ in range(120):
             with suppress(_Fault, CommunicationError):
                 arena.run(operate, 2)
             arena.run(lambda source, target: arena.sync(), 1)
-        assert arena.number < 100
+        assert arena.number < 300
 
     _together(2, body)
 
