@@ -203,10 +203,9 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
 def _choose_yield() -> dict[str, str]:
     """Return how ranks that wait in Open MPI give up their core.
 
-    The processes of a host, which are a session of their own, are one of the groups among which an autogrouping kernel
-    divides the cores. Where those of one group call sched_yield without end, Linux 6.18 may let them alone use a core
-    for a minute, while all other groups wait, also for the messages for which the first one yields. A short sleep does
-    not do that.
+    The ranks of a host are a session, and with autogrouping the kernel divides the cores between sessions. Linux
+    6.18.44 lets a session whose processes call sched_yield without end keep a core for a minute: the ranks that it
+    waits for have none meanwhile. This does not happen where they sleep for a short time instead.
     """
     switch, name = Path("/proc/sys/kernel/sched_autogroup_enabled"), "OMPI_MCA_threads_pthreads_yield_strategy"
     grouped = switch.exists() and switch.read_text().strip() == "1"

@@ -10,7 +10,8 @@
 enum {
     POSTED = 8, /* numbers that a rank posts in a step */
     SMALL_SLOT_BYTES = 48,
-    AHEAD = 128, /* steps after the last one in which a rank has seen the words of all ranks */
+    AHEAD = 128, /* steps after the last one in which a rank has seen the words of all ranks: ranks that share cores
+                    change places once for half a ring of calls of one that only sends */
     MAX_BEGUN = 8, /* steps that a rank has begun and not completed */
     RING = 2 * AHEAD, /* words, small and ring slots of a rank */
     RING_SLOT_BYTES = 1024,
