@@ -62,14 +62,14 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
         relay = known[found.unreached[0]]["unreached"]
         found.words.insert(
             0,
-            f"rank {relay} does not respond (stopped or frozen?); it relays the messages of the watchdogs, so nothing"
-            f" is known about {rank_list(found.unreached)}",
+            f"rank {relay} does not respond (stopped, frozen or without a core?); it relays the messages of the"
+            f" watchdogs, so nothing is known about {rank_list(found.unreached)}",
         )
     elif found.silent and any("died" in state for state in known.values()):  # there was little time to answer
         found.words.append(f"{ranks_and_verb(found.silent, 'has', 'have')} not responded")
     elif found.silent:
         verb = inflect(found.silent, "does", "do")
-        found.words.append(f"{rank_list(found.silent)} {verb} not respond (stopped or frozen?)")
+        found.words.append(f"{rank_list(found.silent)} {verb} not respond (stopped, frozen or without a core?)")
     found.words += _describe_run_delays(known)
     if not found.words:
         found.words.append("no rank waits in an operation")
@@ -77,8 +77,12 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
 
 
 def _describe_run_delays(known: Mapping[int, State]) -> list[str]:
-    """Return a sentence about the ranks that had no core for much of the longest wait."""
-    window = max((one["seconds"] for state in known.values() for one in state.get("pending", [])), default=0.0)
+    """Return a sentence about the ranks that had no core for much of the longest wait. Operations that were late for
+    this reason go on when it ends, so the last time without a core counts too if it has just ended."""
+    states = known.values()
+    waits = [one["seconds"] for state in states for one in state.get("pending", [])]
+    delayed = [ago + seconds for state in states for ago, seconds in state.get("run_delay", []) if ago < _RECENT]
+    window = max([*waits, *delayed], default=0.0)
     delays: dict[int, float] = {}
     for rank, state in sorted(known.items()):
         delay = min(window, sum(seconds for ago, seconds in state.get("run_delay", []) if ago < window))
@@ -95,7 +99,10 @@ _LEAST_RUN_DELAY = 1.0
 """Seconds without a core from which on a report names a rank."""
 
 _RUN_DELAY_SHARE = 0.25
-"""Share of the longest wait from which on it does."""
+"""Share of the time from which on it does."""
+
+_RECENT = 5.0
+"""Seconds since the end of a time without a core that has just ended."""
 
 
 def _sentence(wait: State, known: Mapping[int, State]) -> str:

@@ -79,7 +79,7 @@ def test_who_is_gone() -> None:
     ]
     assert said(waiting, waiting, waiting, None) == [
         f"{what}, which has not responded",
-        "rank 3 does not respond (stopped or frozen?)",
+        "rank 3 does not respond (stopped, frozen or without a core?)",
     ]
 
 
@@ -116,7 +116,7 @@ def test_the_rank_where_it_begins_comes_first() -> None:
 
 def test_no_rank_waits() -> None:
     assert said(at_work(), at_work()) == ["no rank waits in an operation"]
-    assert said(at_work(), None) == ["rank 1 does not respond (stopped or frozen?)"]
+    assert said(at_work(), None) == ["rank 1 does not respond (stopped, frozen or without a core?)"]
 
 
 def test_ranks_without_a_core() -> None:
@@ -131,7 +131,11 @@ def test_ranks_without_a_core() -> None:
     assert said(late, earlier, waits())[1:] == [
         f"ranks 0 and 1 were ready to run, but had no core, for up to 30 of the last 30 s: {why} their time"
     ]
-    assert said(at_work() | {"run_delay": [(1.0, 7.0)]}, at_work()) == ["no rank waits in an operation"]
+    # The operations have ended since then.
+    assert said(at_work() | {"run_delay": [(20.0, 9.0), (1.0, 7.0)]}, at_work()) == [
+        f"rank 0 was ready to run, but had no core, for 7 of the last 8 s: {why} its time"
+    ]
+    assert said(at_work() | {"run_delay": [(6.0, 7.0)]}, at_work()) == ["no rank waits in an operation"]
 
 
 def test_calls_that_differ() -> None:
@@ -177,8 +181,8 @@ def test_a_silent_relay_is_the_suspect() -> None:
     found = analyse({0: None, 1: waits(), 2: make_unreached_state(2, 0), 3: make_unreached_state(3, 0)}, 4)
     assert found.words == [
         (
-            "rank 0 does not respond (stopped or frozen?); it relays the messages of the watchdogs, so nothing is known"
-            " about ranks 2 and 3"
+            "rank 0 does not respond (stopped, frozen or without a core?); it relays the messages of the watchdogs,"
+            " so nothing is known about ranks 2 and 3"
         ),
         f"{WHAT} waits for rank 0, which has not responded",
     ]

@@ -72,7 +72,7 @@ def test_the_text_of_a_report() -> None:
             " has exited, rank 3 runs its own program at train.py:33 in load"
         ),
         f"{WHAT}: rank 0 is in the MPI library",
-        "rank 1 does not respond (stopped or frozen?)",
+        "rank 1 does not respond (stopped, frozen or without a core?)",
         "",
         "Reason: timeout",
         "",
