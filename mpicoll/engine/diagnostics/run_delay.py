@@ -34,11 +34,11 @@ class RunDelay:
         total = _read_run_delay()
         if total is None:
             return
-        if self._last is not None and total - self._last < _LEAST:
-            return
-        if self._last is not None:
+        if self._last is None:
+            self._last = total
+        elif total - self._last >= _LEAST:
             self._intervals.append((time.monotonic(), total - self._last))
-        self._last = total
+            self._last = total
 
     def list_intervals(self) -> list[tuple[float, float]]:
         """Return the intervals with such times: the seconds since their end, and the seconds without a core."""

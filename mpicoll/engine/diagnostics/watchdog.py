@@ -157,13 +157,13 @@ class Watchdog:
     def _turn(self) -> None:
         """Wait for messages of other ranks, handle them, and check the waits of this rank."""
         events = self._wait(self._pause())
-        self.peers.run_delay.update()
         if self._leaving:  # this rank still forwards messages, but handles none
             if has_received_sigterm():
                 self._end_by_sigterm()
             self._check_finalize(time.monotonic())
             self._neighbour.check(time.monotonic())
             return
+        self.peers.run_delay.update()
         while self.peers.deferred:
             self._handle(self.peers.deferred.popleft())
         for event in events:

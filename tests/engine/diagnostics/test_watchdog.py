@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import sys
@@ -16,7 +17,7 @@ import pytest
 from support.watchdogs import FakeQueue, WatchedRank, entry, until
 
 from mpicoll.config import Config
-from mpicoll.engine.diagnostics import deaths, watchdog
+from mpicoll.engine.diagnostics import deaths, run_delay, watchdog
 from mpicoll.transport.control.events import PeerExit
 
 Starter = Callable[..., "CompletedProcess[str]"]
@@ -47,6 +48,15 @@ def test_a_call_outside_of_the_queues(capfd: pytest.CaptureFixture[str]) -> None
     watched.watchdog.active[-1] = entry("recv", 0.2), False, False  # of a thread that is not there
     assert watched.ended.wait(20)
     assert "mpicoll: recv(8 bytes) number 1 on world, rank 1 of 2 has been waiting" in capfd.readouterr().err
+
+
+def test_the_state_names_times_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = itertools.count(0.0, 2.0)
+    monkeypatch.setattr(run_delay, "_read_run_delay", lambda: next(totals))
+    peers = WatchedRank().watchdog.peers
+    until(lambda: len(peers.own_state()["run_delay"]) >= 3)
+    # The watchdogs of earlier tests may read it too.
+    assert all(seconds >= 2.0 for _, seconds in peers.own_state()["run_delay"])
 
 
 @pytest.mark.usefixtures("strict")
