@@ -177,11 +177,10 @@ def test_borders_of_ranges(nbytes: int, name: str) -> None:
     ("collective", "nbytes", "name"),
     [
         ("allreduce", 1 << 30, "shm_or_cma"),
-        ("gather", 8 << 20, "shm_or_cma"),
-        ("gather", 16 << 20, "cma"),
+        ("gather", 64 << 20, "shm_or_cma"),
         ("allgather", 32 << 10, "shm_pipelined"),
         ("allgather", 64 << 10, "shm_or_cma"),
-        ("alltoall", 16 << 20, "cma"),
+        ("alltoall", 64 << 20, "shm_or_cma"),
     ],
 )
 def test_built_in_rules_for_large_messages(collective: str, nbytes: int, name: str) -> None:
