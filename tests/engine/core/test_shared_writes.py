@@ -134,6 +134,7 @@ def test_large_results_are_right(registered: bool) -> None:
         mpicoll.allreduce(x, out=x)
         assert (x == values * 3).all()
         assert (mpicoll.allreduce(x, out=y[:count], algorithm="shm_pipelined") == values * 6).all()
+        assert (mpicoll.allreduce(x, out=y[:count], algorithm="cma") == values * 6).all()
         x[:] += rank
         mpicoll.bcast(x, out=x)
         assert (x == values * 3).all()
