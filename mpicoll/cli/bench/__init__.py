@@ -28,7 +28,8 @@ Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
   mpicoll bench --device cuda       on device memory, from 4 B to 256 MiB, beside gloo
 
 Runs on the ranks that mpirun has started, or starts mpirun itself. Everything is checked against an oracle before it
-is timed; contestants take turns; a time is the median over blocks of calls of the time of the slowest rank.
+is timed; contestants take turns; a time is the median over blocks of calls of the time of the slowest rank. Blocks
+have as many calls for all contestants, or fewer for one that takes more than three times as long as the fastest.
 """
 
 _EPILOG = """\

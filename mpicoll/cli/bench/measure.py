@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ _BLOCK = 4e-3
 
 _BLOCKS = (11, 501)
 """Minimum and maximum number of blocks."""
+
+_LONGEST_BLOCK = 3 * _BLOCK
+"""Target duration of the longest blocks: of contestants that are slower than the fastest one, since what a block costs
+besides its calls, as while other programs have the cores, must count for all alike."""
 
 _MOST_CALLS = 4096
 """Maximum number of calls in a block during calibration."""
@@ -185,18 +189,22 @@ def _time(
     blocks: int | None,
     step: Callable[[str], None],
 ) -> None:
-    """Time blocks of calls of all contestants in rotation; the first contestant changes from block to block."""
+    """Time blocks of calls of all contestants in rotation, of as many calls unless that takes one of them too long; the
+    first contestant changes from block to block."""
 
     def block(one: Contestant, ready: Ready, calls: int) -> float:
         return time_calls(ready.call, calls, one.barrier or team.barrier, one.finish)
 
-    turns: list[tuple[Contestant, Ready, int]] = []
-    lap = 0.0
+    per_call: list[float] = []
     for one, ready in phase:
         step(one.name)
-        per_call = _calibrate(team, lambda calls, one=one, ready=ready: block(one, ready, calls))  # type: ignore[misc]
-        calls = ceil(_BLOCK / per_call)
-        lap += calls * per_call
+        per_call.append(_calibrate(team, lambda calls, one=one, ready=ready: block(one, ready, calls)))  # type: ignore[misc]
+    most = ceil(_BLOCK / min(per_call))
+    turns: list[tuple[Contestant, Ready, int]] = []
+    lap = 0.0
+    for (one, ready), seconds_each in zip(phase, per_call, strict=True):
+        calls = min(most, ceil(_LONGEST_BLOCK / seconds_each))
+        lap += calls * seconds_each
         turns.append((one, ready, calls))
         results[one.name].calls = calls
     if blocks is None:
@@ -211,11 +219,15 @@ def _time(
 
 
 def _calibrate(team: Team, block: Callable[[int], float]) -> float:
-    """Return rank 0's seconds per call after a warm-up. A minimum, so disturbances do not shorten blocks."""
+    """Return rank 0's seconds per call after a warm-up. A minimum, so disturbances do not shorten blocks. Where other
+    programs have the cores, a block of one call takes about as long as one of many."""
     calls = 1
     block(calls)
+    former = inf
     while True:
         per_call = team.agree(min(block(calls) for _ in range(3)))
-        if per_call * calls >= _BLOCK / 4 or calls >= _MOST_CALLS:
+        seconds = per_call * calls
+        if calls >= _MOST_CALLS or seconds >= _LONGEST_BLOCK or (seconds >= _BLOCK / 4 and per_call > former / 2):
             return per_call
         calls = min(max(4 * calls, ceil(_BLOCK / 4 / per_call)), _MOST_CALLS)
+        former = per_call
