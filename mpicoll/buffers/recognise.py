@@ -53,8 +53,13 @@ def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | No
 
 def is_tensor(x: Any) -> bool:
     """Return True for a tensor of torch, but not of a class derived from torch.Tensor."""
-    torch = sys.modules.get("torch")
-    return torch is not None and type(x) is torch.Tensor
+    return type(x) is _imported_class("torch", "Tensor")
+
+
+def _imported_class(library: str, name: str) -> Any:
+    """Return a class of `library`, or an empty tuple if the library was not imported: it can't have made an array then,
+    so mpicoll needn't import it either. Nor has it a class yet while another thread is importing it."""
+    return getattr(sys.modules.get(library), name, ())
 
 
 def bind_empty(like: Any) -> Callable[[], Any] | None:
@@ -76,14 +81,11 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
     """
     if type(x) is np.ndarray:
         return Buffer(x, x, _dtype(operation, x, argument), NUMPY)
-    # A library that was not imported can't have made x, so mpicoll needn't import it either.
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if isinstance(x, _imported_class("torch", "Tensor")):
         from mpicoll.buffers.torch import recognise_tensor
 
         return recognise_tensor(operation, x, argument)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(x, cupy.ndarray):
+    if isinstance(x, _imported_class("cupy", "ndarray")):
         # Before its interface is asked for, which it makes each time.
         from mpicoll.buffers.cuda.recognise import recognise_cuda
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -65,8 +66,8 @@ def run_local(
     def rank_main(transport: local.LocalTransport) -> None:
         core: CommunicatorCore | None = None
         completed = False
-        _keep_backward_passes()
         try:
+            _keep_backward_passes()
             # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
             core = CommunicatorCore(transport, None, name="world", checks=checks, registry=Registry(CallCheck))
             worlds.append(core)
@@ -122,5 +123,6 @@ def _replace_world(comm: Communicator) -> None:
 def _keep_backward_passes() -> None:
     """Have torch run backward passes of this thread on this thread. Otherwise it runs those of all threads on one
     thread for each device, where a collective of the first rank would keep the others from joining it."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.autograd.set_multithreading_enabled(False)
+    if "torch" in sys.modules:
+        # Another rank may be importing it: this waits until it is complete.
+        importlib.import_module("torch").autograd.set_multithreading_enabled(False)

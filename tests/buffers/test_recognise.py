@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,7 @@ from support.data import (
     wrap,
 )
 
-from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.recognise import is_tensor, recognise
 from mpicoll.errors import DeviceError, DTypeError
 
 
@@ -286,3 +287,10 @@ def test_overlap() -> None:
     x = np.zeros(10)
     assert recognise("op", x[:6]).overlaps(recognise("op", x[5:]))
     assert not recognise("op", x[:5]).overlaps(recognise("op", x[5:]))
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_library_that_another_thread_is_importing(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, ModuleType(library))
+    assert recognise("op", 1.5).array == 1.5
+    assert not is_tensor(1.5)

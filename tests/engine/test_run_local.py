@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +60,19 @@ def test_a_run_inside_a_run() -> None:
         return [*values, mpicoll.allreduce(np.ones(1))[0]]
 
     assert mpicoll.run_local(outer, 3) == [[2.0, 2.0, 3.0]] * 3
+
+
+def test_a_rank_that_imports_torch_while_others_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import time; time.sleep(0.3)\nclass autograd:\n    set_multithreading_enabled = staticmethod([].append)\n"
+    )
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def body() -> str:
+        return importlib.import_module("torch").__file__ or ""
+
+    assert mpicoll.run_local(body, 3, timeout=10) == [str(tmp_path / "torch.py")] * 3
 
 
 def test_runs_side_by_side() -> None:
