@@ -17,7 +17,7 @@ from mpicoll.collectives.arguments import (
     resolve_output,
 )
 from mpicoll.collectives.call import UNCACHED, begins, call, repeats, start
-from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory
+from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory, is_plain
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -126,7 +126,7 @@ def prepare(comm: CommunicatorCore, x: Any, op: OpLike, out: Any, algorithm: str
     identity = ops.identity(reduction, buffer.dtype)
     has_result = comm.rank > 0 or identity is not None
     # The result is written to the caller's memory if that has the dtype of the reduction.
-    is_user_buffer = output.array.dtype == reduction.work and output.array.flags.c_contiguous and has_result
+    is_user_buffer = output.array.dtype == reduction.work and is_plain(output.array) and has_result
     prefix = output.array.reshape(-1) if is_user_buffer else empty_beside(work.array, work.array.size)
     arrays = CollectiveArrays(
         "exscan",

@@ -309,8 +309,10 @@ class File:
         self._run("sync", self._check_open("sync").sync, f"File.sync({self.name!r})")
 
     def close(self) -> None:
-        """Close the file. Collective. Closing it twice has no effect. Raises FileError."""
+        """Close the file. Collective. Closing it twice has no effect. Raises FileError, and CommunicatorError if its
+        communicator was freed."""
         if self._handle is not None:
+            self._core.check()
             handle, self._handle = self._handle, None
             self._run("close", handle.close, f"File.close({self.name!r})")
 

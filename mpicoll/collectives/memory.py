@@ -18,6 +18,11 @@ from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 
 
+def is_plain(array: Array) -> bool:
+    """Whether MPI takes the memory of `array` as it is. mpi4py has no datatype for elements that are not aligned."""
+    return array.flags.c_contiguous and array.flags.aligned
+
+
 class InputArray:
     """Read-only input, which does not overlap the memory of the output."""
 
@@ -26,7 +31,7 @@ class InputArray:
     def __init__(self, buffer: Buffer, out: Buffer | None = None) -> None:
         array = buffer.array
         self._buffer = buffer
-        self.is_user_buffer = array.flags.c_contiguous and not (out is not None and buffer.overlaps(out))
+        self.is_user_buffer = is_plain(array) and not (out is not None and buffer.overlaps(out))
         self.array: Array = array.reshape(-1) if self.is_user_buffer else empty_beside(array, array.size)
 
     @property
@@ -48,7 +53,7 @@ class OutputArray:
     def __init__(self, buffer: Buffer, disjoint_from: Array | None = None) -> None:
         array = buffer.array
         self._buffer = buffer
-        self.is_user_buffer = array.flags.c_contiguous and not (
+        self.is_user_buffer = is_plain(array) and not (
             disjoint_from is not None and np.may_share_memory(array, disjoint_from)
         )
         self.array: Array = array.reshape(-1) if self.is_user_buffer else empty_beside(array, array.size)
@@ -80,7 +85,7 @@ class ReductionArray:
         self._reduction = reduction
         self._out = out
         self._size = size
-        fits = out is not None and out.array.dtype == reduction.work and out.array.flags.c_contiguous
+        fits = out is not None and out.array.dtype == reduction.work and is_plain(out.array)
         self.is_user_buffer = fits
         self._same = fits and out is not None and out.same_memory(buffer)
         self.array: Array = (
@@ -93,7 +98,7 @@ class ReductionArray:
             reduction.prepare is None
             and buffer.dtype.kind != "opaque"
             and buffer.array.dtype == reduction.work
-            and buffer.array.flags.c_contiguous
+            and is_plain(buffer.array)
             and not np.may_share_memory(buffer.array, self.array)
             and not (disjoint_from is not None and buffer.overlaps(disjoint_from))
         )

@@ -386,6 +386,7 @@ def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike 
     source, tag = _check_probe_arguments(communicator, "iprobe", source, tag)
     if source is PROC_NULL:
         return make_status(communicator, NULL_ENVELOPE)
+    communicator.queue.lock.locked()  # raises in a process that was forked from the rank
     envelope = communicator.transport.iprobe(source, tag)
     return None if envelope is None else make_status(communicator, envelope)
 

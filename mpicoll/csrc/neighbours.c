@@ -165,7 +165,10 @@ static bool reserve(char **memory, size_t *nbytes, size_t needed)
 
 static bool is_same(const Box *one, const Box *other)
 {
-    return one->offset == other->offset && one->nbytes == other->nbytes && one->ndim == other->ndim;
+    const size_t used = (size_t)one->ndim * sizeof one->extents[0];
+    return one->offset == other->offset && one->nbytes == other->nbytes && one->ndim == other->ndim &&
+           one->run == other->run && memcmp(one->extents, other->extents, used) == 0 &&
+           memcmp(one->strides, other->strides, used) == 0;
 }
 
 /* What a rank has used in a round of the places for messages. */

@@ -168,6 +168,11 @@ def test_grid_of_blocks(several: Ranks, tmp_path: Path) -> None:
                 file.write_at_all(part_comm.rank, np.full(1, part_comm.rank, "u1"))
             assert (folder / "group").read_bytes() == bytes(range(part_comm.size))
         comms.free()
+        freed = mpicoll.world().duplicate()
+        file = mpicoll.File.open(folder / "freed", "w", comm=freed)
+        freed.free()
+        with pytest.raises(mpicoll.CommunicatorError, match="it was freed"):
+            file.close()
 
     several(body)
 

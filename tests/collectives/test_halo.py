@@ -91,6 +91,19 @@ def test_grids_of_one_and_two_dimensions(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_square_parts(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank at a border sends faces of two axes that begin at one element, and have as many bytes."""
+    monkeypatch.setitem(globals(), "INNER", (4, 4))
+
+    def body() -> None:
+        size = mpicoll.world().size
+        for dims in {(size, 1), (1, size), tuple(mpicoll.dims_create(size, 2))}:
+            with mpicoll.world().cart(dims) as grid:
+                check(grid, (2, 2))
+
+    ranks(body)
+
+
 def test_axes_and_dtypes(ranks: Ranks) -> None:
     """Further axes are not divided; dimensions may divide any axis."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Ranks
 
 import mpicoll
 
@@ -52,3 +53,26 @@ def test_nothing_is_left_to_the_collector(name: str) -> None:
         return gc.collect()
 
     assert mpicoll.run_local(main, 1, timeout=60) == [0]
+
+
+def test_elements_that_are_not_aligned(some: Ranks) -> None:
+    """MPI's own reductions, which take the caller's memory elsewhere."""
+
+    def unaligned(values: np.ndarray) -> np.ndarray:
+        array = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype)
+        array[:] = values
+        assert not array.flags.aligned
+        return array
+
+    def main() -> None:
+        size, rank = mpicoll.world().size, mpicoll.world().rank
+        x, native = np.arange(4.0 * size) + rank, None if some.local else "native"
+        for collective in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
+            call = getattr(mpicoll, collective)
+            found = call(unaligned(x), algorithm=native)  # before a call with other memory prepares those of its kind
+            out = None if found is None else unaligned(np.zeros_like(found))
+            also = call(x, out=out, op="prod", algorithm=native)
+            np.testing.assert_array_equal(found, call(x, algorithm=native))
+            np.testing.assert_array_equal(also, call(x, op="prod", algorithm=native))
+
+    some(main)

@@ -84,9 +84,17 @@ def checksum(operation: Operation) -> int:
     parts = result if isinstance(result, tuple) else () if result is None else (result,)
     value = 0
     for part in parts:
-        array = on_host(recognise(operation.query.collective, part).array)
-        value = crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, value)
+        value = _add_to_checksum(value, on_host(recognise(operation.query.collective, part).array))
     return value
+
+
+def _add_to_checksum(value: int, array: Array) -> int:
+    """Return `value`, continued with the bytes of `array`, without those between the fields of records."""
+    if array.dtype.names is not None:
+        for name in array.dtype.names:
+            value = _add_to_checksum(value, array[name])
+        return value
+    return crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, value)
 
 
 def describe_nonfinite(array: Array, dtype: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
+
+import numpy as np
 
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mpicoll.engine.core.topology import CartesianTopology
+
+
+_INT_END = 1 << 31
+"""The first number that C's int does not hold, which MPI takes colors and keys as."""
 
 
 class Communicator:
@@ -122,16 +129,28 @@ class Communicator:
     @overload
     def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create one communicator for each `color` (an integer >= 0), its ranks ordered by `key`, then by rank.
-        Collective over all ranks. Return None on a rank that passes None as `color`. Raises RankError for a negative
-        color."""
+        """Create one communicator for each `color` (an integer from 0 to 2**31 - 1), its ranks ordered by `key` (an
+        integer of 32 bits), then by rank. Collective over all ranks. Return None on a rank that passes None as `color`.
+        Raises RankError for any other color or key."""
         core = self._core
         core.check()
-        if color is not None and color < 0:
-            raise RankError(f"split: color must be None or >= 0, got {color} on rank {self.rank}")
+        if color is not None:
+            color = self._check_split_number("color", color, 0)
+        key = self._check_split_number("key", key, -_INT_END)
         # Creating a communicator communicates, so it is ordered with the collectives.
         part: Transport | None = core.queue.run(core.transport.split, Call("split"), color, key)
         return None if part is None else Communicator(core.derive(part, f"split({color})"))
+
+    def _check_split_number(self, name: str, value: Any, least: int) -> int:
+        """Return `value` as an integer that an ``int`` of C holds, from `least` on. Raises RankError for others."""
+        try:
+            number = index(value.item() if isinstance(value, np.generic) else value)  # numpy's bool is no integer
+        except TypeError:
+            number = None
+        if number is None or not least <= number < _INT_END:
+            allowed = f"an integer in [{least}, 2**31)" + (" or None" if name == "color" else "")
+            raise RankError(f"split: {name} must be {allowed}, got {value!r} on rank {self.rank}")
+        return number
 
     def cart(self, dims: int | Sequence[int], periods: bool | Sequence[bool] = False) -> CartesianCommunicator | None:
         """Create a communicator whose ranks form a grid, in the order of rank: the last coordinate changes fastest.

@@ -324,3 +324,15 @@ def test_communicators_of_one(ranks: Ranks) -> None:
         alone.free()
 
     ranks(body)
+
+
+def test_padding_of_records_does_not_count(several: Ranks) -> None:
+    def body() -> None:
+        inner = np.dtype([("x", "u1"), ("y", "f8")], align=True)
+        dtype = np.dtype([("pair", inner, 2), ("z", "u1")], align=True)
+        x = np.full(4 * dtype.itemsize, 7 + mpicoll.world().rank, np.uint8).view(dtype)
+        x["pair"]["x"], x["pair"]["y"], x["z"] = 1, 2, 3
+        with mpicoll.debug(checksum=True):
+            mpicoll.bcast(x, out=x if mpicoll.world().rank == 0 else np.zeros(8, dtype)[::2])
+
+    several(body)

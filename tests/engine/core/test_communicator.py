@@ -182,12 +182,28 @@ def test_duplicate(ranks: Ranks) -> None:
     ranks(body)
 
 
-def test_negative_color(ranks: Ranks) -> None:
+@pytest.mark.parametrize("color", [-2, 1 << 31, 1.0, "a"])
+def test_invalid_color(ranks: Ranks, color: Any) -> None:
     def main() -> None:
         world = mpicoll.world()
-        with pytest.raises(mpicoll.RankError, match=rf"split: color must be None or >= 0, got -2 on rank {world.rank}"):
-            world.split(-2)
+        words = re.escape(f"split: color must be an integer in [0, 2**31) or None, got {color!r} on rank {world.rank}")
+        with pytest.raises(mpicoll.RankError, match=words):
+            world.split(color)
         assert members(world) == list(range(world.size))
+
+    ranks(main)
+
+
+def test_range_of_colors_and_keys(ranks: Ranks) -> None:
+    def main() -> None:
+        world = mpicoll.world()
+        with world.split((1 << 31) - 1 - world.rank % 2, key=-(1 << 31)) as part:
+            assert members(part) == list(range(world.rank % 2, world.size, 2))
+        with world.split(np.bool_(world.rank > 0), key=np.int16(-world.rank)) as part:  # type: ignore[arg-type]
+            assert members(part) == (list(range(world.size))[:0:-1] if world.rank else [0])
+        for key in (1 << 31, 1.5, None):
+            with pytest.raises(mpicoll.RankError, match=r"split: key must be an integer in \[-2147483648, 2\*\*31\)"):
+                world.split(0, key=key)  # type: ignore[arg-type]
 
     ranks(main)
 
