@@ -17,6 +17,18 @@ from mpicoll.errors import DeviceError, DTypeError
 from mpicoll.extension import set_torch_access
 
 
+def as_array(x: torch.Tensor) -> Array:
+    """Return numpy's view of a dense CPU tensor that is neither conjugated nor negated lazily, and needs no gradient.
+
+    ``x.numpy()`` would forbid to resize the storage for ever, which FSDP does with that of parameters.
+    """
+    return np.from_dlpack(x) if _EXPORTS_WRITABLE else x.numpy()
+
+
+_EXPORTS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""Whether numpy's arrays of DLPack are writable."""
+
+
 class TorchLibrary:
     """torch tensors on the CPU."""
 
@@ -124,6 +136,11 @@ def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
     library: TorchLibrary | TorchCudaLibrary
     if x.is_cpu:
         dense = x.detach().resolve_conj().resolve_neg()
+        if _is_freed(dense):
+            raise DTypeError(
+                f"{operation}: {argument} has {x.numel()} elements, but no memory: its storage was resized to 0 bytes,"
+                " as FSDP does with parameters that it has sharded"
+            )
         view, library = _view(dense, dtype), _BFLOAT16 if words else _TORCH
     else:
         on = cuda_device(operation, x.device, argument)
@@ -163,15 +180,22 @@ def _bfloat16_on(words: Array) -> torch.Tensor:
     return torch.from_numpy(words).view(torch.bfloat16)
 
 
+def _is_freed(x: torch.Tensor) -> bool:
+    """Whether a CPU tensor with elements has no storage any more. numpy would allocate other memory for them."""
+    return not x.untyped_storage().nbytes() and x.numel() > 0
+
+
 def _find_view(x: torch.Tensor) -> View | None:
     """Return numpy's view of a CPU tensor if the view shows the memory unchanged."""
     if not x.is_cpu:
         return None
     try:
+        if _is_freed(x) or x.is_neg() or x.is_conj():
+            return None
         if x.dtype is torch.bfloat16:
-            return None if x.is_neg() else (x.detach().view(torch.uint16).numpy(), _bfloat16_on, _bfloat16_on)
-        return (x.detach() if x.requires_grad else x).numpy(), torch.from_numpy, torch.from_numpy
-    except (RuntimeError, TypeError):
+            return as_array(x.detach().view(torch.uint16)), _bfloat16_on, _bfloat16_on
+        return as_array(x.detach() if x.requires_grad else x), torch.from_numpy, torch.from_numpy
+    except (BufferError, RuntimeError, TypeError):
         return None
 
 
@@ -208,9 +232,9 @@ def _dtype(dtype: torch.dtype) -> DType:
 
 def _view(x: torch.Tensor, dtype: DType) -> Array:
     if dtype.kind != "opaque" and dtype is not dtypes.BFLOAT16_WORDS:
-        return x.numpy()
+        return as_array(x)
     words = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return x.view(words).numpy().view(dtype.storage)
+    return as_array(x.view(words)).view(dtype.storage)
 
 
 def _cuda_view(x: torch.Tensor, dtype: DType, on: Device | None) -> DeviceArray:

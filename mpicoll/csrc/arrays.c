@@ -142,7 +142,12 @@ typedef struct {
     void (*stream)(void);
 } DlExchange;
 
-enum { DLPACK_VERSION = 1, ON_CPU = 1, COMPLEX = 5 };
+enum {
+    DLPACK_VERSION = 1,
+    ON_CPU = 1,
+    COMPLEX = 5,
+    LEAST_ADDRESS = 64 * 1024 /* below are offsets in a storage that was freed */
+};
 
 static PyTypeObject *torch_type;
 static PyObject *is_neg;
@@ -176,7 +181,7 @@ static bool find_torch_memory(PyObject *array, bool strided, Memory *memory)
         PyErr_Clear();
         return false;
     }
-    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || tensor.data == NULL)
+    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || (uintptr_t)tensor.data < LEAST_ADDRESS)
         return false;
     const bool contiguous = is_contiguous(&tensor);
     if (!strided && !contiguous)

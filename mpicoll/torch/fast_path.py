@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.torch import as_array
 from mpicoll.collectives import p2p
 from mpicoll.collectives.arguments import make_query
 from mpicoll.collectives.barrier import NOTHING
@@ -178,6 +180,7 @@ class FastPath:
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
         if self._repeat(MISSING, tensor, output, "all_gather_single") is not MISSING:
+            increment_version(output)
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -195,6 +198,7 @@ class FastPath:
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Exchange even splits as :func:`mpicoll.torch.c10d_collectives.all_to_all_single` does."""
         if self._repeat(MISSING, tensor, output, "all_to_all_single") is not MISSING:
+            increment_version(output)
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -214,6 +218,7 @@ class FastPath:
         op_hash = _SUM_HASH if op is _SUM else hash(op)
         name = ("reduce_scatter_single", op.__class__, op_hash)
         if self._repeat(MISSING, tensor, output, *name) is not MISSING:
+            increment_version(output)
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -252,6 +257,8 @@ class FastPath:
         source = None if tensor is None else view(tensor)
         target = source if output is tensor else None if output is None else view(output)
         self._run(function, call, source, target)
+        if output is not None and output is not tensor:
+            increment_version(output)
         carrier = None if self._queue.calls is None else function.find_compiled()
         if carrier is not None:
             given = NOTHING if tensor is None else tensor
@@ -455,7 +462,7 @@ def _allocate_work(count: int) -> torch.Tensor:
 def _view_flat(tensor: torch.Tensor) -> Any:
     """Return the elements as a flat numpy array; bfloat16 as uint16."""
     own = tensor.detach()
-    return (own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).numpy().reshape(-1)
+    return as_array(own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).reshape(-1)
 
 
 def _view_nothing(tensor: torch.Tensor) -> None:
@@ -463,7 +470,7 @@ def _view_nothing(tensor: torch.Tensor) -> None:
 
 
 def _view_bytes(tensor: torch.Tensor) -> Any:
-    return view_flat(tensor.detach()).view(torch.uint8).numpy()
+    return as_array(view_flat(tensor.detach()).view(torch.uint8))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.autograd.graph import increment_version
 
 from mpicoll.collectives import p2p
 from mpicoll.collectives.barrier import NOTHING
@@ -221,6 +222,7 @@ class GroupOperations:
         if opts.asyncOp:
             work = self._begin([output], opts, tensor, output, "all_gather_single")
             if work is not None:
+                increment_version(output)
                 return work
         return self._run_or_start(
             "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
@@ -268,6 +270,7 @@ class GroupOperations:
         if opts.asyncOp:
             work = self._begin([output], opts, tensor, output, "reduce_scatter_single", get_op_name(op))
             if work is not None:
+                increment_version(output)
                 return work
         return self._run_or_start(
             "reduce_scatter_single",
@@ -302,6 +305,7 @@ class GroupOperations:
         if even and opts.asyncOp:
             work = self._begin([output], opts, tensor, output, "all_to_all_single")
             if work is not None:
+                increment_version(output)
                 return work
         return self._run_or_start(
             "all_to_all_single",

@@ -14,8 +14,10 @@ from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import as_communicator
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.torch.group_operations import GroupOperations, direct_operations
+from mpicoll.torch.no_compile import disable_compile
 
 
+@disable_compile
 def find_operations(group: Any) -> GroupOperations | None:
     """Return the operations of `group` if it is a process group of mpicoll, else None.
 
@@ -28,6 +30,7 @@ def find_operations(group: Any) -> GroupOperations | None:
     return next((one for one in backends if isinstance(one, GroupOperations)), None)
 
 
+@disable_compile
 def find_direct(group: Any) -> GroupOperations | None:
     """Return the operations of `group` if calls on them do the same as calls of c10d on the group, else None.
 
@@ -69,6 +72,7 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
     return dist.new_group(list(ranks), **options)
 
 
+@disable_compile
 def communicator(group: Any = None) -> Communicator:
     """Return the communicator of `group`: a process group of mpicoll, or a communicator of mpicoll or mpi4py.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TypeAlias
 
 import torch
+from torch.autograd.graph import increment_version
 
 from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
@@ -64,10 +65,12 @@ def flatten_input(tensor: torch.Tensor) -> torch.Tensor:
 def flatten_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
     """Return flat memory to be filled, and a function that copies it to `tensor` (None if it is the tensor's memory).
 
-    Raises ShapeError if `tensor` can't be written to.
+    Autograd takes `tensor` as written to, whose values a backward pass may need. Raises ShapeError if `tensor` can't be
+    written to.
     """
     own = tensor.detach()
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():
+        increment_version(tensor)
         return view_flat(own), None
     # torch has only a private function for this; 1 means that elements certainly share memory.
     if torch._debug_has_internal_overlap(own) == 1:
@@ -140,6 +143,7 @@ def join_outputs(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch
     """Return flat memory for the elements of all `tensors`, and a function that copies it to them."""
     whole = _view_adjacent(tensors)
     if whole is not None:
+        increment_version(list(tensors))
         return whole, None
     first = tensors[0]
     filled = torch.empty(sum(one.numel() for one in tensors), dtype=first.dtype, device=first.device)

@@ -28,6 +28,7 @@ from support.data import (
     wrap,
 )
 
+import mpicoll
 from mpicoll.buffers.recognise import is_tensor, recognise
 from mpicoll.errors import DeviceError, DTypeError
 
@@ -203,6 +204,26 @@ def test_torch_tensor_that_requires_grad_is_detached() -> None:
     x = torch.ones(3, requires_grad=True)
     buffer = recognise("op", x)
     assert buffer.array.ctypes.data == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch_tensor_whose_storage_was_freed(dtype: torch.dtype) -> None:
+    """numpy would allocate other memory for its elements."""
+
+    def body() -> None:
+        x = torch.ones(6, dtype=dtype)
+        for _ in range(3):
+            mpicoll.allreduce(x)
+        tail = x[2:]
+        x.untyped_storage().resize_(0)
+        for one in (x, tail, torch.nn.Parameter(x)):
+            with pytest.raises(DTypeError, match=r"allreduce: x has \d elements, but no memory"):
+                mpicoll.allreduce(one)
+        with pytest.raises(DTypeError, match="allreduce: out has 4 elements, but no memory"):
+            mpicoll.allreduce(torch.ones(4, dtype=dtype), out=tail)
+        assert mpicoll.allreduce(x[:0]).numel() == 0
+
+    mpicoll.run_local(body, 1)
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])

@@ -404,6 +404,20 @@ def test_half_precision_is_summed_as_without_gradients(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_gradients_whose_sum_float16_does_not_hold(several: Ranks) -> None:
+    """They are as large with the loss scaling of mixed precision."""
+
+    def body() -> None:
+        size = mpicoll.world().size
+        for op in ("avg", mpicoll.premul_sum(1 / size)):
+            x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+            diff.all_reduce(x, op).backward(torch.full((3,), 40000.0, dtype=torch.float16))
+            assert x.grad is not None
+            assert x.grad.tolist() == pytest.approx([40000.0] * 3, rel=1e-3)
+
+    several(body)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_without_gradients_there_is_no_graph(ranks: Ranks, name: str) -> None:
     case = CASES[name]

@@ -749,6 +749,29 @@ def test_the_stride_of_an_only_element(face: str, count: int, dtype: torch.dtype
         check(output, (rank - 1) % size + 1)
 
 
+# --- outputs that a backward pass needs
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("face", ["stock", "drop-in"])
+def test_autograd_notices_outputs(face: str, async_op: bool) -> None:
+    dist = dropin if face == "drop-in" else stock
+    size = stock.get_world_size()
+    x, whole, part, parts = torch.ones(4), torch.zeros(4 * size), torch.zeros(4), [torch.zeros(4) for _ in range(size)]
+    for _ in range(3):  # later ones are repeated calls
+        for outputs, call in (
+            ([whole], lambda: dist.all_gather_single(whole, x, async_op=async_op)),
+            (parts, lambda: dist.all_gather(parts, x, async_op=async_op)),
+            ([part], lambda: dist.reduce_scatter_single(part, torch.ones(4 * size), async_op=async_op)),
+            ([whole], lambda: dist.all_to_all_single(whole, torch.ones(4 * size), async_op=async_op)),
+        ):
+            before = [one._version for one in outputs]
+            work = call()
+            if async_op:
+                work.wait()
+            assert all(one._version > version for one, version in zip(outputs, before, strict=True))
+
+
 # --- inference mode
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import Device, device_of
 from mpicoll.buffers.recognise import recognise
-from mpicoll.buffers.torch import cuda_device
+from mpicoll.buffers.torch import as_array, cuda_device
 from mpicoll.collectives.bcast import ibcast
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.request import Request
@@ -242,7 +242,7 @@ def as_bytes(tensor: torch.Tensor) -> Memory:
     """Return the bytes of `tensor`, which is on the CPU, in C order: its own memory where possible."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     own = tensor.detach() if plain else flatten_input(tensor)
-    return view_flat(own).view(torch.uint8).numpy()
+    return as_array(view_flat(own).view(torch.uint8))
 
 
 HostCopy: TypeAlias = tuple[torch.Tensor, Memory]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mpicoll.buffers.ops import OpLike
+from mpicoll.buffers.ops import OpLike, Premul
 from mpicoll.collectives.allgather import allgather
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.collectives.alltoall import alltoall
@@ -31,8 +31,10 @@ from mpicoll.torch.autograd.arguments import (
 )
 from mpicoll.torch.autograd.linear_map import Map, add_dependency, apply_linear, as_tensor, is_recorded, scale
 from mpicoll.torch.groups import communicator
+from mpicoll.torch.no_compile import disable_compile
 
 
+@disable_compile
 def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
     """Reduce the tensors of all ranks elementwise; every rank gets the result.
 
@@ -62,11 +64,10 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
     op = convert_op(op, "all_reduce", tensor)
     weight = find_weight(op, comm)
     if weight is not None:
-        return apply_linear(
-            tensor,
-            lambda x: as_tensor(allreduce(x, op, comm=comm)),
-            lambda grad: scale(allreduce(grad, comm=comm), weight),
-        )
+        reduce_all: Map = lambda x: as_tensor(allreduce(x, op, comm=comm))  # noqa: E731
+        if not isinstance(op, Premul):
+            return apply_linear(tensor, reduce_all, reduce_all)
+        return apply_linear(tensor, reduce_all, lambda grad: _sum_and_scale(grad, weight, comm))
     if not is_recorded(tensor):
         return as_tensor(allreduce(tensor, op, comm=comm))
     if op not in ("prod", "min", "max"):
@@ -75,6 +76,13 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
     return as_tensor(function.apply(tensor, op, comm)[0])
 
 
+def _sum_and_scale(grad: Tensor, weight: complex, comm: Communicator) -> Tensor:
+    """Return the sum over ranks, times `weight`, rounded once: float16 may not hold the sum before it is scaled."""
+    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    return scale(allreduce(wide, comm=comm), weight).to(grad.dtype)
+
+
+@disable_compile
 def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tensor:
     """Reduce the tensors of all ranks elementwise; rank `dst` gets the result, the others zeros.
 
@@ -107,6 +115,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tens
     )
 
 
+@disable_compile
 def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
     """Broadcast the tensor of rank `src` to all ranks.
 
@@ -136,6 +145,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
     )
 
 
+@disable_compile
 def all_gather(tensor: Tensor, group: Any = None, *, sizes: Sequence[int] | None = None) -> tuple[Tensor, ...]:
     """Gather the tensors of all ranks on every rank, as a tuple in rank order.
 
@@ -164,6 +174,7 @@ def all_gather(tensor: Tensor, group: Any = None, *, sizes: Sequence[int] | None
     return tuple(all_gather_single(tensor, group=comm, sizes=sizes).split_with_sizes(list(sizes)))
 
 
+@disable_compile
 def all_gather_single(tensor: Tensor, dim: int = 0, group: Any = None, *, sizes: Sequence[int] | None = None) -> Tensor:
     """Concatenate the tensors of all ranks along axis `dim`, in rank order; every rank gets the result.
 
@@ -196,6 +207,7 @@ def all_gather_single(tensor: Tensor, dim: int = 0, group: Any = None, *, sizes:
     return whole.movedim(0, dim)
 
 
+@disable_compile
 def reduce_scatter(tensors: Sequence[Tensor], op: Any = "sum", group: Any = None) -> Tensor:
     """Reduce the i-th tensors of all ranks, and return the result on rank i.
 
@@ -226,6 +238,7 @@ def reduce_scatter(tensors: Sequence[Tensor], op: Any = "sum", group: Any = None
     return block.view(tensors[comm.rank].shape)
 
 
+@disable_compile
 def reduce_scatter_single(
     tensor: Tensor, op: Any = "sum", dim: int = 0, group: Any = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -264,6 +277,7 @@ def reduce_scatter_single(
     return block.movedim(0, dim)
 
 
+@disable_compile
 def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...]:
     """Gather the tensors of all ranks on rank `dst`, as a tuple in rank order; other ranks get such a tuple of zeros.
 
@@ -291,6 +305,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
     return tuple(apply_linear(rows, to_root, from_root).unbind())
 
 
+@disable_compile
 def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None) -> Tensor:
     """Scatter rank `src`'s tensors: return the i-th of them on rank i.
 
@@ -329,6 +344,7 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
     return apply_linear(rows, from_root, to_root).squeeze(0)
 
 
+@disable_compile
 def all_to_all(
     tensors: Sequence[Tensor], output_shapes: Sequence[Sequence[int]] | None = None, group: Any = None
 ) -> tuple[Tensor, ...]:
@@ -363,6 +379,7 @@ def all_to_all(
     return tuple(part.view(shape) for part, shape in zip(whole.split_with_sizes(received), shapes, strict=True))
 
 
+@disable_compile
 def all_to_all_single(
     tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,

@@ -12,8 +12,10 @@ from mpicoll.engine.core.communicator import Communicator
 from mpicoll.torch.autograd.arguments import resolve_rank
 from mpicoll.torch.autograd.linear_map import apply_linear, as_tensor
 from mpicoll.torch.groups import communicator
+from mpicoll.torch.no_compile import disable_compile
 
 
+@disable_compile
 def sendrecv(
     tensor: Tensor,
     dst: int | None,
@@ -51,6 +53,7 @@ def sendrecv(
     return _exchange(tensor, to, origin, tag, tensor.shape if shape is None else shape, comm)
 
 
+@disable_compile
 def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
     """Send `tensor` to rank `dst`, which calls :func:`recv`.
 
@@ -84,6 +87,7 @@ def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
     return _exchange(tensor, resolve_rank("send", dst, group, comm), None, tag, (), comm)
 
 
+@disable_compile
 def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
     """Receive a tensor of the shape and dtype of `like` from rank `src`, which calls :func:`send`.
 

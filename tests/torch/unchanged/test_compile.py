@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import mpicoll.torch
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.every_size,
@@ -140,6 +142,27 @@ def test_collectives_that_break_the_graph(rank: int, size: int) -> None:
     want = first + (first * parts).sum(0) * parts[rank - 1].sin()
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
     assert counters["stats"]["unique_graphs"] > 1
+
+
+@DYNAMO_WARNS
+def test_differentiable_collectives(rank: int, size: int) -> None:
+    """They break the graph, too, and take the process group."""
+
+    def function(x: Tensor) -> Tensor:
+        whole = (
+            mpicoll.torch.autograd.all_reduce(x * 2) * mpicoll.torch.autograd.all_gather_single(x, group=group).sum()
+        )
+        return whole + mpicoll.torch.autograd.all_reduce(x, group=mpicoll.torch.communicator(group))
+
+    group = dist.distributed_c10d._get_default_group()
+    parts = _random(size, 6, seed=3)
+    x = parts[rank].clone().requires_grad_()
+    got = torch.compile(function, backend="aot_eager")(x)
+    total = parts.sum(0)
+    torch.testing.assert_close(got.detach(), total * 2 * parts.sum() + total, rtol=1e-12, atol=1e-12)
+    got.sum().backward()
+    want = size * (2 * parts.sum() + 2 * total.sum() + 1)
+    torch.testing.assert_close(x.grad, want.expand(6), rtol=1e-12, atol=1e-12)
 
 
 class _Model(nn.Module):

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(30)]
 
 ROWS = 24  # of a whole batch: whole numbers of rows for 1, 2, 3 and 4 ranks
 WIDTH = 12
+CPU = torch.device("cpu")
 
 
 def _model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -145,3 +146,17 @@ def test_mixed_precision(size: int) -> None:
             total += parameter.grad.float() / size
     grads = [parameter.grad.full_tensor() for parameter in sharded.parameters()]
     torch.testing.assert_close(grads, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_first_version() -> None:
+    """It resizes the storages that collectives have written to."""
+    one = _model()
+    wrapped = [
+        FullyShardedDataParallel(layer, device_id=CPU) for layer in copy.deepcopy(one) if list(layer.parameters())
+    ]
+    first, second, third = wrapped
+    sharded = FullyShardedDataParallel(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third), device_id=CPU)
+    _train_both(one, sharded)
+    inputs, _ = _batch(9)
+    torch.testing.assert_close(sharded(inputs), one(inputs), rtol=1e-11, atol=1e-11)
