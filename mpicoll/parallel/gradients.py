@@ -50,20 +50,15 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
     _check_dense("average_gradients", parameters, comm)
     if comm.size == 1 or not parameters:
         return
-    present = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
-    for one, wanted in zip(parameters, allreduce(present, "max", comm=comm).tolist(), strict=True):
-        if wanted and one.grad is None:
-            one.grad = torch.zeros_like(one)
-    _reduce([one.grad for one in parameters if one.grad is not None], "avg", comm)
+    _reduce(_collect_gradients(parameters, comm), "avg", comm)
 
 
 def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
-    """Replace each gradient by its sum over the ranks of `comm`; an absent one counts as zeros."""
-    parameters = list(parameters)
-    for one in parameters:
-        if one.grad is None:
-            one.grad = torch.zeros_like(one)
-    _reduce([one.grad for one in parameters if one.grad is not None], "sum", comm)
+    """Replace each gradient by its sum over the ranks of `comm`.
+
+    An absent one, or that of a frozen parameter, counts as zeros; where no rank has one, none gets one.
+    """
+    _reduce(_collect_gradients(list(parameters), comm), "sum", comm)
 
 
 def clip_grad_norm_(
@@ -143,7 +138,8 @@ def clip(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for one in parameters:
         if one.grad is not None:
-            one.grad.mul_(factor.to(one.grad.dtype))
+            # In bfloat16 the factor would be off by up to 0.4 %.
+            one.grad.mul_(factor.to(torch.promote_types(one.grad.dtype, torch.float32)))
     return total
 
 
@@ -180,6 +176,20 @@ def get_replica_communicator(group: Any = None) -> Communicator:
 def _get_model_communicator(group: Any) -> Communicator:
     grid = groups.get_current_grid()
     return grid.communicator("pipe", "model") if group is None and grid is not None else groups.communicator(group)
+
+
+def _collect_gradients(parameters: Sequence[Parameter], comm: Communicator) -> list[Tensor]:
+    """Return the gradients that any rank has, the same ones on all ranks. An absent one is made, of zeros."""
+    present = torch.tensor([one.requires_grad and one.grad is not None for one in parameters], dtype=torch.uint8)
+    found = []
+    for one, wanted in zip(parameters, allreduce(present, "max", comm=comm).tolist(), strict=True):
+        if wanted:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+            elif not one.requires_grad:
+                one.grad.zero_()  # left from before it was frozen, or by the last sum
+            found.append(one.grad)
+    return found
 
 
 def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:

@@ -6,6 +6,7 @@ takes its part. So one process can say what every bit must be.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
@@ -358,6 +359,78 @@ def test_extra_states_of_modules(tmp_path: Path) -> None:
     assert other[1].num_batches_tracked.item() == 1
 
 
+class Stateful(nn.Module):
+    """Has any state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [
+        (torch.tensor([7]), torch.tensor([0])),
+        (torch.arange(3, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)),
+        ({"amax": torch.ones(2)}, {}),
+        ({"amax": [1, torch.ones(2)]}, None),
+        ({"a": {3: (torch.ones(2), 4)}}, {"a": {}}),
+        (None, {"a": 1}),
+        (b"bytes", b""),
+    ],
+)
+def test_extra_states_of_any_kind(tmp_path: Path, saved: Any, fresh: Any) -> None:
+    shared = Stateful(saved)
+    save(tmp_path / "a", nn.ModuleDict({"one": shared, "same": shared}), names=lambda name: f"whole.{name}")
+    other = nn.ModuleDict({"one": Stateful(fresh), "same": Stateful(None)})
+    other["same"].weight = other["one"].weight
+    kept = copy.deepcopy(fresh)
+    load(tmp_path / "a", other, names=lambda name: f"whole.{name}")
+    for module in other.values():
+        torch.testing.assert_close(module.state, saved, rtol=0, atol=0)
+    torch.testing.assert_close(fresh, kept, rtol=0, atol=0)
+    torch.testing.assert_close(model_state(shared)["_extra_state"], saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [
+        (7, 0),
+        (b"bytes", b""),
+        ([1, 2], [0]),
+        ({"scale": 7, "amax": torch.ones(2)}, {"scale": 0, "amax": torch.zeros(2)}),
+        (torch.tensor([7]), torch.tensor([0])),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_extra_states_as_torch_saves_them(tmp_path: Path, saved: Any, fresh: Any) -> None:
+    """Older versions have saved them so, too."""
+    dcp.save({"model": Stateful(saved).state_dict()}, checkpoint_id=tmp_path / "a")
+    other = Stateful(fresh)
+    load(tmp_path / "a", other)
+    torch.testing.assert_close(other.state, saved, rtol=0, atol=0)
+
+
+def test_optimizers_that_know_names(tmp_path: Path) -> None:
+    """They are those of a layout, such as of a stage."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    one = torch.optim.AdamW([("0.weight", first.weight), ("0.bias", first.bias)], lr=0.5)
+    save(tmp_path / "named", first, one)
+    save(tmp_path / "plain", first, torch.optim.AdamW(first.parameters(), lr=0.25))
+    other = torch.optim.AdamW([("7.weight", second.weight), ("7.bias", second.bias)], lr=0.1)
+    for kind, lr in (("named", 0.5), ("plain", 0.25)):
+        load(tmp_path / kind, second, other)
+        assert other.param_groups[0]["lr"] == lr
+        assert other.param_groups[0]["param_names"] == ["7.weight", "7.bias"]
+
+
 def test_torch_reads_it_and_its_own_is_read(tmp_path: Path) -> None:
     part = Part(adamw).start().train(1, 2)
     del part.module.head
@@ -612,6 +685,35 @@ class TestRanks:
 
         with pytest.raises(KeyError if rank == last else RuntimeError, match="mine"):
             load(folder / "a", model, names=fail if rank == last else None)
+
+    def test_groups_that_do_not_fit_on_one_rank_change_nothing(self, folder: Path) -> None:
+        last = dist.get_world_size() - 1
+
+        def optimize(model: nn.Linear, *, apart: bool) -> torch.optim.Optimizer:
+            groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+            return torch.optim.SGD(groups if apart else model.parameters(), lr=0.3)
+
+        torch.manual_seed(0)
+        model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        save(folder / "a", model, optimize(model, apart=True))
+        before = [param.clone() for param in other.parameters()]
+        optimizer = optimize(other, apart=dist.get_rank() != last)
+        with pytest.raises(ArgumentError, match=r"the checkpoint has lr=0.2 for 'bias' and 0.1 for other parameters"):
+            load(folder / "a", other, optimizer)
+        assert all(map(torch.equal, other.parameters(), before))
+        assert optimizer.param_groups[0]["lr"] == (0.3 if dist.get_rank() == last else 0.1)
+
+    def test_named_parameters_of_stages(self, folder: Path) -> None:
+        """Their optimizers have names that those of another layout don't have."""
+        size, rank = dist.get_world_size(), dist.get_rank()
+        full = nn.Sequential(*(nn.Linear(2, 2) for _ in range(size)))
+        stage = nn.Sequential(full[rank])
+        optimizer = torch.optim.AdamW(stage.named_parameters(), lr=0.5)
+        save(folder / "a", stage, optimizer, names=lambda name: f"{rank}{name[1:]}")
+        whole = torch.optim.AdamW(full.named_parameters(), lr=0.1)
+        load(folder / "a", full, whole)
+        assert whole.param_groups[0]["lr"] == 0.5
+        assert whole.param_groups[0]["param_names"] == [name for name, _ in full.named_parameters()]
 
     def test_a_cut_that_no_dtensor_can_have(self) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()

@@ -94,13 +94,18 @@ def test_frozen_and_sparse(some: Ranks) -> None:
 def test_sum(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        one, other = Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(3))
-        one.grad = torch.full((2, 2), world.rank + 1.0)
-        gradients.sum_gradients([one, other], world)
+        last = world.rank == world.size - 1
+        one, absent, unused, frozen, partly = (Parameter(torch.zeros(2)) for _ in range(5))
+        parameters = [one, absent, unused, frozen, partly]
+        for parameter in (one, frozen, partly, *([absent] if last else [])):
+            parameter.grad = torch.full((2,), world.rank + 1.0)
+        frozen.requires_grad_(False)
+        partly.requires_grad_(last)
+        gradients.sum_gradients(parameters, world)
         total = world.size * (world.size + 1) / 2
-        assert one.grad.tolist() == [[total] * 2] * 2
-        assert other.grad is not None
-        assert other.grad.tolist() == [0.0] * 3
+        # What is frozen everywhere is nobody's; what is trained somewhere must stay equal everywhere.
+        expected = [[total] * 2, [float(world.size)] * 2, None, [world.rank + 1.0] * 2, [float(world.size)] * 2]
+        assert [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters] == expected
 
     ranks(body)
 
@@ -157,6 +162,24 @@ def test_clip_refuses_other_norms(some: Ranks) -> None:
             gradients.clip_grad_norm_([], 1.0, 1)
 
     some(body)
+
+
+def test_clip_in_bfloat16(ranks: Ranks) -> None:
+    """Rounding of the gradients has a mean of zero; that of a factor would not."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        random = torch.Generator().manual_seed(world.rank)
+        one = Parameter(torch.zeros(20_000, dtype=torch.bfloat16))
+        mark(one, 0, world, world)
+        for max_norm in (0.7, 1.0, 1.3):
+            one.grad = torch.randn(20_000, generator=random).bfloat16()
+            gradients.clip_grad_norm_(one, max_norm, group=world, tensor_group=world)
+            assert one.grad.dtype is torch.bfloat16
+            norm = mpicoll.allreduce(one.grad.double().square().sum()).sqrt().item()
+            assert norm == pytest.approx(max_norm, rel=1e-3)
+
+    ranks(body)
 
 
 def test_clip_without_gradients(some: Ranks) -> None:

@@ -31,7 +31,7 @@ def run_on_all_ranks(operation: str, collect: Callable[[], None], group: dist.Pr
 
 
 def _find_error_type(problem: Exception) -> type[Exception]:
-    kinds = (ShapeError, ArgumentError, CommunicatorError)
+    kinds = (ShapeError, ArgumentError, CommunicatorError, OSError)
     return next((kind for kind in kinds if isinstance(problem, kind)), RuntimeError)
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.serialization import default_restore_location
 
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.parallel.checkpoint.agreement import check_copies, gather_objects, run_on_all_ranks
 from mpicoll.parallel.checkpoint.state import (
+    ExtraState,
     Names,
     build_model_state,
     build_optimizer_state,
@@ -32,7 +35,7 @@ from mpicoll.parallel.checkpoint.state import (
 from mpicoll.parallel.checkpoint.template import (
     check_entries,
     make_optimizer_template,
-    restore_non_tensors,
+    merge_options,
     restore_optimizer,
 )
 
@@ -110,7 +113,9 @@ def save(
 
     def collect() -> None:
         shardings = find_shardings(named)
-        state["model"] = build_model_state(named, shardings)
+        others = {name: one for name, one in named.items() if isinstance(one, ExtraState)}
+        state["model"] = build_model_state({name: named[name] for name in named if name not in others}, shardings)
+        state["extra_states"] = {name: _pickle(one.value) for name, one in others.items()}
         if optimizer is not None:
             state["optimizer"] = build_optimizer_state(named, shardings, optimizer)
 
@@ -143,8 +148,9 @@ def load(
     Collective over `group`. Parameters and buffers are overwritten in place, and converted where dtypes differ. The
     optimizer need not have made a step: its state becomes that of the checkpoint, bit by bit except for entries that
     must have the dtype of a converted parameter, as do the options of its parameter groups (learning rate, betas, ...).
-    Other entries of the checkpoint are ignored. Each rank reads only its entries, which are unpickled: load trusted
-    files only.
+    Tensors in extra states of modules are passed on the model's device, or on the CPU if they were saved from it. Other
+    entries of the checkpoint are ignored. Each rank reads only its entries, which are unpickled: load trusted files
+    only.
 
     Args:
         path: the folder of the checkpoint.
@@ -158,7 +164,8 @@ def load(
 
     Raises:
         ArgumentError: there is no checkpoint, or it lacks an entry that `model` or `optimizer` needs, as after a change
-            of the model or of the kind of optimizer; on all ranks, with nothing changed.
+            of the model or of the kind of optimizer, or has several options for the parameters of one group; on all
+            ranks, with nothing changed.
         ShapeError: an entry has another shape; on all ranks, with nothing changed.
         OSError: files can't be read.
 
@@ -171,20 +178,31 @@ def load(
         'note'
     """
     named: dict[str, Any] = {}
+    others: dict[str, ExtraState] = {}
     metadata: list[Metadata] = []
     wanted: dict[str, Any] = {}
+    options: dict[int, dict[str, Any]] = {}
 
     def prepare() -> None:
         metadata.append(_read_metadata(path))
         named.update(collect_named_values(model, names))
+        others.update((name, one) for name, one in named.items() if isinstance(one, ExtraState))
 
     def collect() -> None:
         entries = metadata[0].state_dict_metadata
         shardings = find_shardings(named)
-        wanted["model"] = build_model_state(named, shardings)
+        wanted["extra_states"] = {name: None for name in others if f"extra_states.{name}" in entries}
+        # Extra states of checkpoints of torch, and of older versions, are among the parameters.
+        in_place = {name: value for name, value in named.items() if name not in wanted["extra_states"]}
+        wanted["model"] = build_model_state(in_place, shardings)
         check_entries(wanted["model"], entries)
         if optimizer is not None:
-            wanted["optimizer"] = make_optimizer_template(named, shardings, optimizer, entries)
+            template, wanted["optimizer"] = make_optimizer_template(named, shardings, optimizer, entries)
+            # Before the model is overwritten, because they may not fit.
+            with _translate_errors("load", path):
+                read = {"optimizer": template}
+                dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            options.update(merge_options(named, optimizer, read["optimizer"]))
         if "extra" in entries:
             wanted["extra"] = None
 
@@ -192,11 +210,32 @@ def load(
     run_on_all_ranks("load", collect, group)
     with _translate_errors("load", path):
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=group)
-    restore_non_tensors(model, names, wanted["model"])
+    if others:
+        _restore_extra_states(model, named, wanted)
     if optimizer is not None:
-        restore_optimizer(named, optimizer, wanted["optimizer"])
+        restore_optimizer(named, optimizer, wanted["optimizer"], options)
     extra = wanted.get("extra")
     return None if extra is None else torch.load(io.BytesIO(extra), weights_only=False)
+
+
+def _restore_extra_states(model: nn.Module, named: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    device = next((str(one.device) for one in named.values() if isinstance(one, Tensor)), "cpu")
+
+    def place(storage: Any, saved: str) -> Any:
+        # The device of the rank that has saved it may not be there, or be another rank's.
+        return default_restore_location(storage, "cpu" if saved == "cpu" else device)
+
+    states = {}
+    for name, one in named.items():
+        if isinstance(one, ExtraState):
+            pickled = loaded["extra_states"].get(name)
+            states[one.name] = (
+                loaded["model"][name]
+                if pickled is None
+                else torch.load(io.BytesIO(pickled), map_location=place, weights_only=False)
+            )
+    model.load_state_dict(states, strict=False)
 
 
 def _read_metadata(path: str | os.PathLike[str]) -> Metadata:

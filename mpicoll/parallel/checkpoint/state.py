@@ -81,8 +81,20 @@ class Sharding:
 Shardings: TypeAlias = Mapping[str, Sharding]
 
 
+@dataclass(frozen=True)
+class ExtraState:
+    """A value of a state dict that cannot be loaded in place, such as an extra state of a module, and its name there.
+
+    That of another module may be a tensor of another shape, or a dict with other keys.
+    """
+
+    name: str
+    value: Any
+
+
 def build_model_state(named: Mapping[str, Any], shardings: Shardings) -> dict[str, Any]:
-    return {name: to_dtensor(value, shardings.get(name)) for name, value in named.items()}
+    values = {name: value.value if isinstance(value, ExtraState) else value for name, value in named.items()}
+    return {name: to_dtensor(value, shardings.get(name)) for name, value in values.items()}
 
 
 def build_optimizer_state(named: Mapping[str, Any], shardings: Shardings, optimizer: Optimizer) -> dict[str, Any]:
@@ -104,10 +116,14 @@ def build_optimizer_state(named: Mapping[str, Any], shardings: Shardings, optimi
                     f" (rank {sharding.mesh.get_local_rank()} of {sharding.mesh.size()})"
                 )
             state[f"state.{name}.{entry}"] = to_dtensor(value, sharding if alike else None)
-        for option, value in group.items():
-            if option != "params":
-                state[f"param_groups.{name}.{option}"] = to_dtensor(value, None)
+        for option in list_options(group):
+            state[f"param_groups.{name}.{option}"] = to_dtensor(group[option], None)
     return state
+
+
+def list_options(group: Mapping[str, Any]) -> list[str]:
+    """Return the options of a parameter group. The names of its parameters are those of one layout."""
+    return [key for key in group if key not in ("params", "param_names")]
 
 
 def collect_named_values(model: nn.Module, names: Names) -> dict[str, Any]:
@@ -118,9 +134,11 @@ def collect_named_values(model: nn.Module, names: Names) -> dict[str, Any]:
     local: dict[str, str] = {}
     seen = set()
     for here, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                continue
+        if not isinstance(value, Tensor) or here.rpartition(".")[2] == "_extra_state":
+            value = ExtraState(here, value)
+        elif id(value) in seen:
+            continue
+        else:
             seen.add(id(value))
         name = here if names is None else names(here)
         if name in named:

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mpicoll.errors import ArgumentError, ShapeError
-from mpicoll.parallel.checkpoint.state import Names, Sharding, Shardings, iterate_optimizer_parameters, to_dtensor
+from mpicoll.parallel.checkpoint.state import (
+    Sharding,
+    Shardings,
+    iterate_optimizer_parameters,
+    list_options,
+    to_dtensor,
+)
 from mpicoll.wording import shorten
 
 _Entries: TypeAlias = Mapping[str, STORAGE_TYPES]
@@ -36,8 +41,8 @@ def check_entries(wanted: Mapping[str, Any], entries: _Entries) -> None:
 
 def make_optimizer_template(
     named: Mapping[str, Any], shardings: Shardings, optimizer: Optimizer, entries: _Entries
-) -> dict[str, Any]:
-    """Return the values of the checkpoint for the parameters of `optimizer`, to be overwritten by DCP.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options and the states of the parameters of `optimizer`, values to be overwritten by DCP.
 
     The options determine the state: where all options are present, the state is that of this class of optimizer.
     """
@@ -47,15 +52,16 @@ def make_optimizer_template(
         if key.startswith(prefix):
             name, _, entry = key.removeprefix(prefix).rpartition(".")
             states.setdefault(name, []).append(entry)
+    options: dict[str, Any] = {}
     template: dict[str, Any] = {}
     missing = []
     for _, name, param, group in iterate_optimizer_parameters(named, optimizer):
-        for option in (key for key in group if key != "params"):
+        for option in list_options(group):
             key = f"param_groups.{name}.{option}"
             if f"optimizer.{key}" not in entries:
                 missing.append(f"optimizer.{key}")
             else:
-                template[key] = _make_template_entry(entries[f"optimizer.{key}"])
+                options[key] = _make_template_entry(entries[f"optimizer.{key}"])
         saved = entries.get(f"model.{name}")
         for entry in states.get(name, []):
             template[f"state.{name}.{entry}"] = _make_template_entry(
@@ -67,7 +73,7 @@ def make_optimizer_template(
             " class of"
             f" optimizer than {type(optimizer).__name__}, or with other parameters"
         )
-    return template
+    return options, template
 
 
 def _make_template_entry(
@@ -91,33 +97,35 @@ def _make_template_entry(
     return torch.empty(found.size, dtype=dtype)
 
 
-def restore_non_tensors(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> None:
-    """Load values that are not tensors, such as extra states, into `model`; tensors were overwritten in place."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    others = {
-        here: loaded[here if names is None else names(here)]
-        for here, value in model.state_dict(keep_vars=True).items()
-        if not isinstance(value, Tensor)
-    }
-    if others:
-        model.load_state_dict(others, strict=False)
-
-
-def restore_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-    states: dict[str, dict[str, Any]] = {}
-    for key, value in loaded.items():
-        if key.startswith("state."):
-            name, _, entry = key.removeprefix("state.").rpartition(".")
-            states.setdefault(name, {})[entry] = value.to_local() if isinstance(value, DTensor) else value
+def merge_options(
+    named: Mapping[str, Any], optimizer: Optimizer, loaded: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """Return the options of each parameter group, of those `loaded` for each of its parameters."""
     of_group: dict[int, dict[str, Any]] = {}
-    for number, name, param, group in iterate_optimizer_parameters(named, optimizer):
-        options = {option: loaded[f"param_groups.{name}.{option}"] for option in group if option != "params"}
+    for number, name, _, group in iterate_optimizer_parameters(named, optimizer):
+        options = {option: loaded[f"param_groups.{name}.{option}"] for option in list_options(group)}
         for option, value in of_group.setdefault(number, options).items():
             if not bool(options[option] == value):
                 raise ArgumentError(
                     f"load: the checkpoint has {option}={options[option]!r} for {name!r} and {value!r} for other"
                     f" parameters of group {number}; use the same parameter groups as when it was saved"
                 )
+    return of_group
+
+
+def restore_optimizer(
+    named: Mapping[str, Any],
+    optimizer: Optimizer,
+    loaded: Mapping[str, Any],
+    of_group: Mapping[int, Mapping[str, Any]],
+) -> None:
+    """Give `optimizer` the `loaded` states of its parameters, and the options `of_group`."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        name, _, entry = key.removeprefix("state.").rpartition(".")
+        states.setdefault(name, {})[entry] = value.to_local() if isinstance(value, DTensor) else value
+    for number, name, param, _ in iterate_optimizer_parameters(named, optimizer):
+        options = of_group[number]
         state = states.get(name, {})
         if options.get("capturable") or options.get("fused"):  # which keep the number of steps beside the parameter
             state = {entry: value.to(param.device) for entry, value in state.items()}

@@ -32,8 +32,8 @@ def metric_average(value: V, *, weight: float = 1.0, group: Any = None) -> V:
         others).
 
     Raises:
-        ArgumentError: a value is something else, raised before any message leaves; or the sum of the weights is not
-            positive, raised on all ranks.
+        ArgumentError: a value is something else, or complex, raised before any message leaves; or the sum of the
+            weights is not positive, raised on all ranks.
 
     Example:
         ::
@@ -43,10 +43,12 @@ def metric_average(value: V, *, weight: float = 1.0, group: Any = None) -> V:
     comm = get_replica_communicator(group)
     values: Mapping[Any, Any] = value if isinstance(value, Mapping) else {None: value}
     for one in values.values():
-        if not isinstance(one, (SupportsFloat, np.ndarray)):
+        # numpy's complex scalars can be converted to float, with the loss of a part.
+        if not isinstance(one, (SupportsFloat, np.ndarray)) or torch.as_tensor(one).is_complex():
+            dtype = f" of {one.dtype}" if isinstance(one, (np.ndarray, Tensor)) else ""
             raise ArgumentError(
-                f"metric_average: got a {type(one).__name__}; pass numbers, numpy arrays, tensors, or a dict of these"
-                f" {describe_rank(comm)}"
+                f"metric_average: got a {type(one).__name__}{dtype}; pass numbers, numpy arrays, tensors, or a dict of"
+                f" these, none of them complex {describe_rank(comm)}"
             )
     tensors = {key: torch.as_tensor(one).detach() for key, one in values.items()}
     flat = [one.reshape(-1).to("cpu", torch.float64) for one in tensors.values()]

@@ -116,6 +116,14 @@ def test_metrics(ranks: Ranks) -> None:
         assert (array.dtype, array.tolist()) == (np.float32, [1, mean])
         with pytest.raises(mpicoll.ArgumentError, match=rf"got a list; pass numbers.*\(rank {world.rank} of"):
             metric_average([1.0])
+        for complex_one, kind in (
+            (1j, "complex"),
+            (np.complex64(1j), "complex64"),
+            (np.array([1j]), "ndarray of complex128"),
+            (torch.tensor(1j, dtype=torch.complex64), "Tensor of torch.complex64"),
+        ):
+            with pytest.raises(mpicoll.ArgumentError, match=rf"got a {kind}; .* none of them complex"):
+                metric_average({"loss": 1.0, "phase": complex_one})
         with pytest.raises(mpicoll.ArgumentError, match=r"add up to 0\.0; pass weights"):
             metric_average(1.0, weight=0)
 

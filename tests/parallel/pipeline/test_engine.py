@@ -260,6 +260,27 @@ def test_tied_parameters(several: Ranks) -> None:
     several(body)
 
 
+def test_tied_parameters_without_gradients(several: Ranks) -> None:
+    """Nobody trains them, so no optimizer may change them: neither frozen ones nor those that no part uses."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        part = Plain(world.rank)
+        frozen, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        frozen.requires_grad_(False)
+        part.frozen, part.unused = frozen, unused
+        tied = {"frozen": frozen, "unused": unused}
+        engine = PipelineEngine(part, loss_fn, micro_batches=2, tied=tied, group=world)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1, weight_decay=0.5)
+        engine.train_batch(*data(4))
+        optimizer.step()
+        assert frozen.grad is unused.grad is None
+        assert frozen.tolist() == unused.tolist() == [1.0, 1.0]
+        engine.free()
+
+    several(body)
+
+
 def test_tied_parameters_must_be_alike(some_more: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
