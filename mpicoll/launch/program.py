@@ -5,13 +5,19 @@ MPI yet, which MPICH's launcher does not take as a failure, and where it uses mp
 MPI_Finalize. Once mpicoll has started MPI, a failure is left to mpicoll.
 """
 
+import builtins
 import os
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from io import open_code
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
+from typing import Any
 
 _RANK_PROCESS = os.getpid()
 
@@ -21,17 +27,21 @@ _OUTPUT_DELAY = 0.1
 
 def main(words: list[str]) -> None:
     """Run the program that `words` name: a script, or ``-m`` and a module; then its arguments."""
-    sys.excepthook = _report_failure
     is_module = words[0] == "-m"
     # The launcher of this file is no place to import from. Python's option -P leaves the place out by itself.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(words[0]).resolve().parent)
-    sys.argv[:] = words[is_module:]
+    # Not that of this file, whose names are no business of the program. It remains there: atexit handlers and threads
+    # that outlive the last line of the program pickle by it.
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    program.__dict__.update(__builtins__=builtins, __annotations__={})
     try:
         if is_module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            sys.argv[:] = ["-m", *words[2:]]
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # noqa: SLF001  Python's option -m
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv[:] = words
+            _run_script(Path(words[0]).absolute(), program)
     except SystemExit as error:
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
@@ -39,16 +49,31 @@ def main(words: list[str]) -> None:
         if status:
             _end_job(status)
         sys.exit(status)
+    except BaseException:
+        # Not before: the program, and mpicoll, find Python's own hook, and may replace it.
+        sys.excepthook = partial(_report_failure, sys.excepthook)
+        raise
 
 
-def _report_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of the program's own frames, and end the job."""
+def _run_script(path: Path, program: ModuleType) -> None:
+    """Run the script at the absolute `path` in the module `program`."""
+    file = str(path)
+    program.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+    with open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, program.__dict__)
+
+
+def _report_failure(
+    hook: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Call the program's `hook` with the traceback of the program's own frames, and end the job."""
     own = main.__code__.co_filename
     while trace is not None and (
         trace.tb_frame.f_code.co_filename == own or trace.tb_frame.f_globals.get("__name__") == "runpy"
     ):
         trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    hook(kind, error.with_traceback(trace), trace)
     _end_job(1)
 
 

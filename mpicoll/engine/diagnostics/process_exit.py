@@ -280,6 +280,7 @@ def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:
             sys.__stderr__.write(sys.stderr.getvalue())
             sys.__stderr__.flush()
         cancel_exit()
+        atexit.unregister(abort_if_failed)
         _run_atexit_handlers(abort)
         abort.abort_all(1)
 
@@ -288,13 +289,20 @@ def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:
     _observe_exit_code()
 
     def abort_if_failed() -> None:
+        if os.getpid() != owner:
+            return
         status = _exit_status(*_exit_code)
-        if status and os.getpid() == owner:
+        of = f"left by sys.exit with status {status}"
+        # A hook that has replaced the one above has been called instead of it.
+        error = None if _exit_code else _uncaught_exception()
+        if error is not None:
+            status, of = 1, describe_failure(error)
+        if status:
             _flush()
-            left = f"left by sys.exit with status {status}"
-            if abort.job_survives:
-                end_by_signal(signal.SIGKILL, f"{abort.rank_name} {left}; the other ranks continue")
-            of = f"{left}; the job is ended"
+            if abort.job_survives and (error is None or isinstance(error, KeyboardInterrupt)):
+                number = signal.SIGKILL if error is None else signal.SIGINT
+                end_by_signal(number, f"{abort.rank_name} {of}; the other ranks continue")
+            of = f"{of}; the job is ended"
             abort.announce(of, of)
             abort.abort_all(status)
 
@@ -337,8 +345,25 @@ def describe_failure(error: BaseException) -> str:
     """Return a description of how a rank ended whose program has raised `error`."""
     if isinstance(error, SystemExit):
         return f"left by sys.exit with status {error.code}"
-    text, name = str(error).strip(), type(error).__name__
+    text, name = "", type(error).__name__
+    with suppress(Exception):  # it is the program's code that makes the text
+        text = str(error).strip()
     return f"died of {name}: {text.splitlines()[0]}" if text else f"died of {name}"
+
+
+def _uncaught_exception() -> BaseException | None:
+    """Return the exception that has ended the program, or None. For atexit handlers.
+
+    Python keeps it before it calls ``sys.excepthook``. An interactive interpreter, pytest and others keep those that
+    they show in the same place; but only one that ends the program has left the outermost frame of it.
+    """
+    trace = getattr(sys, "last_traceback", None)
+    if trace is None or hasattr(sys, "ps1"):  # which an interactive interpreter sets
+        return None
+    frame = trace.tb_frame
+    # The outermost function of a thread that a library in C has started has no caller either.
+    is_outermost = frame.f_back is None and frame.f_code.co_name in ("<module>", "_run_module_as_main")
+    return sys.last_value if is_outermost else None
 
 
 def _flush() -> None:

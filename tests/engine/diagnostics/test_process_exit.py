@@ -77,6 +77,14 @@ EXITS = {
     "sys.exit(0)": None,
     "one = threading.Thread(target=sys.exit, args=(3,)); one.start(); one.join()": None,
     "try: raise SystemExit(3)\nexcept SystemExit as one: assert one.code == 3": None,
+    "class Own(Exception):\n    def __str__(self): raise RuntimeError\nraise Own": 1,
+    "sys.excepthook = print\nraise ValueError": 1,
+    "def hook(*error): raise RuntimeError\nsys.excepthook = hook\nraise ValueError": 1,
+    "sys.excepthook = print\nimport code\ncode.InteractiveInterpreter().runsource('raise ValueError')": None,
+    """sys.excepthook = print
+child = os.fork()
+if child == 0: raise ValueError
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1""": None,
 }
 """Ends of a program, and the statuses with which the job is ended."""
 
@@ -118,6 +126,32 @@ def test_the_status_of_an_exit_is_that_of_the_job() -> None:
         one.communicate(timeout=60)
     expected = {end: 0 if status is None else 100 + status for end, status in EXITS.items()}
     assert dict(zip(EXITS, [one.returncode for one in programs], strict=True)) == expected
+
+
+def test_an_exception_is_named_after_the_hook_of_others() -> None:
+    """Once the hook has shown it; and not that of a session in which the user has gone on."""
+    replaced = """
+Abort.announce = lambda self, of, alike="": print(of, of == alike)
+sys.excepthook = lambda kind, *rest: print("shown", kind.__name__)
+"""
+    ends = {
+        "raise ValueError('x')": (["shown ValueError", "died of ValueError: x; the job is ended True"], 101),
+        "raise KeyboardInterrupt": (
+            ["shown KeyboardInterrupt", "died of KeyboardInterrupt; the job is ended True"],
+            101,
+        ),
+        "sys.ps1 = '> '\nraise ValueError": (["shown ValueError", "of mpicoll", "before"], 1),
+    }
+    programs = [start(replaced + end) for end in ends]
+    assert [(one.communicate(timeout=60)[0].splitlines(), one.returncode) for one in programs] == list(ends.values())
+
+
+def test_a_failure_is_described_by_its_type_where_it_has_no_text() -> None:
+    class Own(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert process_exit.describe_failure(Own()) == "died of Own"
 
 
 def test_atexit_handlers_run_within_a_bound_after_an_exception() -> None:
