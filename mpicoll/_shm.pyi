@@ -27,6 +27,7 @@ class Steps:
     parity: int
     unusable: bool
     left: bool
+    keeps_interrupt: bool
     different: bool
     first: int
     last: int

@@ -24,7 +24,7 @@ REMEDY = (
 """Commands that install the extension. Without the last option pip would use the wheel that it built before."""
 
 
-INTERFACE = 17
+INTERFACE = 18
 """Number of the interface between the extension and the package, as in ``csrc/module.c``. It grows with each change of
 names or arguments that the package depends on."""
 

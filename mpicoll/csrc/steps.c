@@ -458,7 +458,7 @@ static bool defer_exception(Steps *steps)
 int raise_interrupt(Steps *steps)
 {
     PyObject *interrupt = steps->interrupt;
-    if (interrupt == NULL)
+    if (interrupt == NULL || steps->keeps_interrupt)
         return 0;
     steps->interrupt = NULL;
     PyErr_SetObject((PyObject *)Py_TYPE(interrupt), interrupt);
@@ -1279,6 +1279,8 @@ static PyMemberDef members[] = {
     {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},
     {"left", T_BOOL, offsetof(Steps, left), 0,
      "True if the running operation has ended by a failure, on all ranks."},
+    {"keeps_interrupt", T_BOOL, offsetof(Steps, keeps_interrupt), 0,
+     "True if exceptions of signal handlers are not raised, but left to take_interrupt."},
     {"different", T_BOOL, offsetof(Steps, different), READONLY,
      "True if it has ended because the ranks have begun different operations."},
     {"first", T_UINT, offsetof(Steps, first), 0, "Number of the step before the running operation."},

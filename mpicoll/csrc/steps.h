@@ -68,6 +68,7 @@ typedef struct {
     uint32_t first;         /* number of the step before the running operation */
     uint32_t last;          /* number of the last step of the running operation */
     PyObject *interrupt;    /* exception of a signal handler, to be raised at the end of the operation; or NULL */
+    bool keeps_interrupt;   /* until Python takes it */
     PyThreadState *released; /* the state of the thread that has released the GIL; NULL while it is held */
     int waiting;            /* record of the operation, while this rank waits in Python; else -1 */
     Running *running;       /* NULL where Python has begun the operation */
@@ -164,7 +165,7 @@ void release_gil(Steps *steps);
 void acquire_gil(Steps *steps);
 
 /* Raise the exception that a signal handler has raised during the operation, which has ended, in place of any other
- * one. Returns -1 then. The GIL is held. */
+ * one. Returns -1 then; 0 if there is none, or Python takes it. The GIL is held. */
 int raise_interrupt(Steps *steps);
 
 extern PyType_Spec steps_spec;

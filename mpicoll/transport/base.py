@@ -486,6 +486,24 @@ The awaited rank may be about to time out itself, and then releases the waiting 
 """
 
 
+class EmptyMessage(TruncationError):
+    """Message of a round without any bytes, from the rank `source`, where data was expected. Of a schedule, it shows
+    that this rank has failed: such a rank sends no data in the rounds that are left."""
+
+    def __init__(self, text: str, source: int) -> None:
+        super().__init__(text)
+        self.source = source
+
+
+def round_size_error(rank: int, source: int, expected: int, received: int) -> TruncationError:
+    """Return the error of `rank` for a message of a round that differs in size from the memory for it."""
+    text = (
+        f"rank {rank} expected {expected} bytes from rank {source}, got {received}:"
+        " the ranks disagree about the size of the operation"
+    )
+    return TruncationError(text) if received else EmptyMessage(text, source)
+
+
 def truncation_error(rank: int, message: Envelope, size: int) -> TruncationError:
     """Return the error of `rank` for a message that is larger than the `size` bytes of memory for it."""
     return TruncationError(

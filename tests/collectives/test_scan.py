@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,5 +58,28 @@ def test_first_rank_gets_its_own_values(ranks: Ranks) -> None:
             assert not np.may_share_memory(got, x)
         else:
             assert got[1] == (-1.0) ** (mpicoll.world().rank + 1)
+
+    ranks(body)
+
+
+def test_an_exception_of_the_function_is_raised_on_the_ranks_that_need_the_result(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+
+        def join(a: Any, b: Any) -> Any:
+            if world.rank == 1:
+                raise ValueError("bad data")
+            return a + b
+
+        for shape in (3,), (100_000,):
+            if world.rank == 0:
+                np.testing.assert_array_equal(mpicoll.scan(np.ones(shape), join, algorithm="linear"), np.ones(shape))
+            elif world.rank == 1:
+                with pytest.raises(ValueError, match="bad data"):
+                    mpicoll.scan(np.ones(shape), join, algorithm="linear")
+            else:
+                with pytest.raises(mpicoll.CommunicationError, match=rf"rank {world.rank - 1} failed in this"):
+                    mpicoll.scan(np.ones(shape), join, algorithm="linear")
+            assert mpicoll.allreduce(1) == world.size
 
     ranks(body)

@@ -188,8 +188,9 @@ class Arena(Steps):
         self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
-        """Raise the exception that a signal handler has raised during the operation, which has ended."""
-        interrupt = self.take_interrupt()
+        """Raise the exception that a signal handler has raised during the operation, which has ended,
+        unless the caller of the operation takes it."""
+        interrupt = None if self.keeps_interrupt else self.take_interrupt()
         if interrupt is not None:
             raise interrupt
 

@@ -16,6 +16,7 @@ from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.core.running_call import RunningCall
+from mpicoll.engine.core.uninterrupted import call_uninterrupted
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.diagnostics.watchdog import Watchdog
@@ -210,9 +211,18 @@ class CommunicatorCore:
         called by operations.
         """
         if self.has_arena_later:
-            # Not at module level: it needs the extension, and no_shm_reason is not None where that is missing.
-            from mpicoll.engine.core.arena import Arena
+            interrupt = self._make_arena()
+            if interrupt is not None:
+                raise interrupt
+        return self._arena
 
+    def _make_arena(self) -> BaseException | None:
+        """Make the shared memory of the ranks, or set the reason why it is not available. Returns the exception that a
+        signal handler has raised meanwhile."""
+        # Not at module level: it needs the extension, and no_shm_reason is not None where that is missing.
+        from mpicoll.engine.core.arena import Arena
+
+        def make() -> None:
             executing = self.queue.executing
             outer, executing.executor = executing.executor, _SHARING
             try:
@@ -233,13 +243,23 @@ class CommunicatorCore:
             finally:
                 executing.executor = outer
             self._loss_callbacks.clear()
-        return self._arena
+
+        if not self.transport.background:  # another thread must not communicate
+            make()
+            return None
+        return call_uninterrupted(make)
 
     def match_first(self, call: Call) -> BaseException | None:
         """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
-        arena = self.arena()
-        self.queue.match = self._message_matcher() if arena is None else arena.match
-        return self.queue.match(call)
+        interrupt = self._make_arena() if self.has_arena_later else None
+        self.queue.match = self._message_matcher() if self._arena is None else self._arena.match
+        try:
+            later = self.queue.match(call)
+        except BaseException as error:
+            if interrupt is not None:
+                raise interrupt from error
+            raise
+        return interrupt or later
 
     def _message_matcher(self) -> Callable[[Call], None]:
         """Return the function that begins a collective where there is no shared memory."""

@@ -309,20 +309,41 @@ class OperationQueue:
     def _run_operation(self, operation: QueuedOperation) -> None:
         """Carry out a queued operation. The lock is held."""
         outer, self.runner_thread = self.runner_thread, get_ident()
+        # Exceptions of signal handlers that were kept until the operation has ended: they are not its outcome, and
+        # delivered to the current thread, even if that thread runs another thread's operation.
+        interrupts: list[BaseException] = []
         try:
-            operation.value = self.run_observed(operation.function, operation.call, operation.site)
+            operation.value = self.run_observed(
+                operation.function, operation.call, operation.site, interrupts=interrupts
+            )
         except Exception as error:  # noqa: BLE001  delivered to the thread that waits
             operation.error = error
             self.failures.add(operation)
         except BaseException as error:
-            # An interrupt is delivered to the current thread, even if that thread runs another thread's operation.
-            operation.error = error
+            operation.error = error  # an interrupt amid the operation, which can't go on
             raise
         finally:
             try:
                 operation.finish()
             finally:
                 self.runner_thread = outer
+        if interrupts:
+            raise interrupts[0]
+
+    def _call_keeping(self, function: Callable[[], Any], interrupts: list[BaseException]) -> Any:
+        """Call `function`, and add the exception of a signal handler during its waits in shared memory to
+        `interrupts`."""
+        arena = self.arena
+        if arena is None:
+            return function()
+        arena.keeps_interrupt = True
+        try:
+            return function()
+        finally:
+            arena.keeps_interrupt = False
+            interrupt = arena.take_interrupt()
+            if interrupt is not None:
+                interrupts.append(interrupt)
 
     @property
     def has_begun(self) -> bool:
@@ -339,8 +360,16 @@ class OperationQueue:
         while self.pending or self.has_begun:
             self._run_next()
 
-    def run_observed(self, function: Callable[..., Any], call: Call, site: CallSite | None, *args: Any) -> Any:
-        """Run an operation now, with the observer's callbacks. The lock is held."""
+    def run_observed(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        site: CallSite | None,
+        *args: Any,
+        interrupts: list[BaseException] | None = None,
+    ) -> Any:
+        """Run an operation now, with the observer's callbacks. The lock is held. Exceptions of signal handlers that are
+        kept until the operation has ended are added to `interrupts`, if given, instead of being raised then."""
         observer = self.observer
         if observer is not None and observer.needs_call_sites and site is None:
             site = find_call_site()
@@ -357,9 +386,11 @@ class OperationQueue:
                 interrupt = self.match(call)
             if observer is not None:
                 observer.before(entry, function)
-            value = function(*args)
+            value = function(*args) if interrupts is None else self._call_keeping(function, interrupts)
             if interrupt is not None:
-                raise interrupt
+                if interrupts is None:
+                    raise interrupt
+                interrupts.append(interrupt)
             if observer is not None:
                 observer.after(entry, function)
         except BaseException as error:  # noqa: BLE001  raised again
@@ -372,7 +403,7 @@ class OperationQueue:
         """Return the exception to raise for the running operation, which has ended with `error`."""
         try:
             shown = self.explain_error(error) if isinstance(error, Exception) else error
-            if type(shown) is TruncationError:
+            if isinstance(shown, TruncationError):
                 shown = size_error(entry, shown)
             if isinstance(shown, Timeout):
                 # Before `current` is cleared, so that the other ranks still see the operation in the report.

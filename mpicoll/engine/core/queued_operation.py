@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -110,5 +111,6 @@ class QueuedOperation:
 
     def __del__(self) -> None:
         # A QueuedOperation whose constructor was interrupted (by Ctrl-C) has no attributes.
-        if getattr(self, "error", None) is not None and not self.reported:
+        # Nothing can be imported, as for a message, while the interpreter ends.
+        if getattr(self, "error", None) is not None and not self.reported and not sys.is_finalizing():
             get_logger().error("%s failed, and its error was not retrieved", self, exc_info=self.error)

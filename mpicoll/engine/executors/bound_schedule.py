@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -15,7 +16,7 @@ from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.errors import AlgorithmError, CommunicationError
 from mpicoll.schedules import Copy, Local, Schedule
-from mpicoll.transport.base import Message
+from mpicoll.transport.base import EmptyMessage, Message
 from mpicoll.wording import number_list
 
 Action: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -70,21 +71,41 @@ class BoundSchedule:
     steps: list[BoundRound]
     at: int = 0
     """The step that is being carried out."""
+    rest: int | None = 0
+    """After a failure, the first step whose messages have not been exchanged; None if it is the exchange of messages
+    that has failed."""
 
     def run(self, exchanger: Exchanger, tag: int) -> None:
         """Carry out the schedule. Errors of the exchange name the round and the schedule."""
+        rest: int | None = 0
         try:
             for number, step in enumerate(self.steps):
                 self.at = number
                 for function, arguments in step.before:
                     function(*arguments)
                 if step.sends or step.recvs:
+                    rest = None
                     exchanger.exchange(step.sends, step.recvs, tag)
+                rest = number + 1
                 for function, arguments in step.after:
                     function(*arguments)
-        except CommunicationError as error:
-            error.args = (f"{name_round(self.schedule, self.steps[self.at].round)}: {error}",)
+        except EmptyMessage as error:
+            self.rest = self.at + 1
+            raise peer_failure(self.schedule, self.steps[self.at].round, error) from error
+        except BaseException as error:
+            self.rest = rest
+            if isinstance(error, CommunicationError):
+                error.args = (f"{name_round(self.schedule, self.steps[self.at].round)}: {error}",)
             raise
+
+    def fail(self, exchanger: Exchanger, tag: int) -> None:
+        """Exchange the messages of the steps that are left after a failure, without data: then no rank waits for this
+        one, and those that still need its data fail too."""
+        for number in () if self.rest is None else range(self.rest, len(self.steps)):
+            self.at, step = number, self.steps[number]
+            if step.sends or step.recvs:
+                with suppress(EmptyMessage):
+                    exchanger.exchange([(peer, TOKEN) for peer, _ in step.sends], step.recvs, tag)
 
     def position(self, members: Sequence[int]) -> Position:
         """Return the current round, the ranks it sends to, and the ranks it waits for."""
@@ -105,6 +126,13 @@ def name_round(schedule: Schedule, number: int) -> str:
     """Return the name of a round, counted from 0, in errors."""
     where = f"rank {schedule.rank} of {schedule.size}, round {number + 1} of {len(schedule.rounds)}"
     return f"{name_schedule(schedule)} on {where}"
+
+
+def peer_failure(schedule: Schedule, number: int, error: EmptyMessage) -> CommunicationError:
+    """Return the error of a rank that has received `error` in place of data, in a round, counted from 0."""
+    return CommunicationError(
+        f"{name_round(schedule, number)}: rank {error.source} failed in this operation, as its own error explains"
+    )
 
 
 def describe_round(

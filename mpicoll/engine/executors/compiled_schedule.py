@@ -78,6 +78,9 @@ class CompiledSchedule:
             self.discard()
             raise
 
+    def fail(self, exchanger: object, tag: int) -> None:
+        """Do nothing: no function of the program fails in the extension."""
+
     def discard(self) -> None:
         """Abandon the messages in flight, after a failure elsewhere."""
         self.program.discard()

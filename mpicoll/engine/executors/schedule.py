@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.executors.bound_schedule import BoundSchedule, Exchanger, bind, get_piece_size
 from mpicoll.engine.selection.selector import Choice
+from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Algorithm
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class ScheduledOperation:
         outer, executing.executor = executing.executor, program
         try:
             program.run(self._exchanger, self._tag)
+        except BaseException:
+            self._fail(program)
+            raise
         finally:
             executing.executor = outer
         self._arrays.take()
@@ -69,9 +74,15 @@ class ScheduledOperation:
         # one rank.
         self._tag = self._comm.next_tag()
         program = self._bound or self._bind()
-        self._arrays.load()
-        if not program.reads_input:
-            self._arrays.place()
+        try:
+            self._arrays.load()
+            if not program.reads_input:
+                self._arrays.place()
+        except BaseException:
+            if isinstance(program, BoundSchedule):
+                program.rest = 0
+            self._fail(program)
+            raise
         self.running = program
         if isinstance(program, BoundSchedule):
             return
@@ -87,16 +98,20 @@ class ScheduledOperation:
         program = self.running
         if isinstance(program, BoundSchedule) or program is None:
             return
-        with self.published():
+        with self.published(program):
             program.wait([one.running for one in beside])
 
     def finish(self) -> None:
         """Carry out the rest."""
         program = self.running
         assert program is not None
-        with self.published():
+        with self.published(program):
             if isinstance(program, BoundSchedule):
-                program.run(self._exchanger, self._tag)
+                try:
+                    program.run(self._exchanger, self._tag)
+                except BaseException:
+                    self._fail(program)
+                    raise
             else:
                 program.wait()
         self.running = None
@@ -104,14 +119,23 @@ class ScheduledOperation:
         self._arrays.store()
 
     @contextmanager
-    def published(self) -> Iterator[None]:
+    def published(self, program: Program) -> Iterator[None]:
         """Publish the position in the schedule."""
         executing = self._comm.queue.executing
-        outer, executing.executor = executing.executor, self.running
+        outer, executing.executor = executing.executor, program
         try:
             yield
         finally:
             executing.executor = outer
+
+    def _fail(self, program: Program) -> None:
+        """Release the other ranks after a failure of this rank, which its caller raises."""
+        # Device memory may pass through the host in pieces, each of which would need a message. Ranks that have the
+        # extension carry out their part leave at once when data is missing, and this rank would wait for them.
+        reduction = self._arrays.reduction
+        if self._exchanger is self._comm.transport and reduction is not None and Fold(reduction).fused is None:
+            with suppress(CommunicationError), self.published(program):
+                program.fail(self._exchanger, self._tag)
 
     def discard(self) -> None:
         """Abandon the messages in flight, after a failure elsewhere."""

@@ -23,6 +23,7 @@ from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.executors import bound_schedule
 from mpicoll.engine.executors.bound_schedule import (
     TOKEN,
+    Action,
     BoundRound,
     ChunkMap,
     ScheduleBinder,
@@ -30,11 +31,12 @@ from mpicoll.engine.executors.bound_schedule import (
     get_piece_size,
     name_round,
     name_schedule,
+    peer_failure,
 )
 from mpicoll.engine.executors.step_layout import Step, count_incoming, lay_out, list_messages
 from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Schedule
-from mpicoll.transport.base import Message, PostedRound
+from mpicoll.transport.base import EmptyMessage, Message, PostedRound
 from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
@@ -112,6 +114,8 @@ class StreamedSchedule:
         self._flights: deque[_Flight] = deque()
         # By rank, so that none waits for what is sent to another one.
         self._outgoing: dict[int, _Outgoing] = {}
+        # What this rank has failed with: it sends no data any more, so that the ranks that need it fail too.
+        self._failure: BaseException | None = None
 
     @property
     def finished(self) -> bool:
@@ -125,9 +129,10 @@ class StreamedSchedule:
             self._bound.append(self._binder.bind_step(self.steps[number]))
         return self._bound[number]
 
-    def start(self, tag: int) -> None:
-        """Post the first messages."""
+    def start(self, tag: int, failure: BaseException | None = None) -> None:
+        """Post the first messages; of a rank that has failed with `failure` before, without data."""
         self.discard()
+        self._failure = failure
         self.at = 0
         self._begin = time.monotonic()
         self._tag = tag
@@ -139,7 +144,8 @@ class StreamedSchedule:
         return self.finished
 
     def wait(self, beside: Sequence[object] = ()) -> None:
-        """Carry out all steps, while those `beside` advance. Errors name the round and the schedule."""
+        """Carry out all steps, while those `beside` advance. Errors name the round and the schedule. A failure of this
+        rank alone is raised at the end, when no rank waits for this one."""
         others = [one for one in beside if isinstance(one, StreamedSchedule)]
 
         def advance() -> bool:
@@ -153,6 +159,14 @@ class StreamedSchedule:
         except BaseException:  # a signal handler may raise between two tests
             self.discard()
             raise
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def fail(self, exchanger: object, tag: int) -> None:
+        """Exchange the messages, without data, of a rank that has failed before. Raises CommunicationError."""
+        self.start(tag, CommunicationError("failed before"))
+        self.wait()
 
     def find_nap(self) -> float:
         """Return the seconds between two polls of a wait for the end of a step, by how long steps have taken so far."""
@@ -174,16 +188,33 @@ class StreamedSchedule:
             self._send(outgoing)
         while self._flights:
             flight = self._flights[0]
-            if flight.recvs is not None and flight.recvs.test():
+            if flight.recvs is not None and self._test(flight.recvs):
                 flight.recvs = None
             if flight.recvs is not None or flight.unsent:
                 break
-            for function, arguments in self._bound[self.at].after:
-                function(*arguments)
+            self._carry_out(self._bound[self.at].after)
             self._flights.popleft()
             self.at += 1
             self._begin_steps()
         return self.at > first
+
+    def _test(self, recvs: PostedRound) -> bool:
+        """Return True if messages have arrived, also those of a rank that has failed."""
+        try:
+            return recvs.test()
+        except EmptyMessage as error:
+            self._failure = self._failure or peer_failure(self.schedule, self.steps[self.at].round, error)
+            return True
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """Carry out the local part of a step, unless this rank has failed."""
+        if self._failure is not None:
+            return
+        try:
+            for function, arguments in actions:
+                function(*arguments)
+        except BaseException as error:  # noqa: BLE001  raised by wait()
+            self._failure = error
 
     def _begin_steps(self) -> None:
         """Begin the steps whose memory is final. Step `at` always is one, so the schedule advances."""
@@ -191,8 +222,7 @@ class StreamedSchedule:
             if self.steps[number].needs > self.at:
                 break
             step = self.bind_step(number)
-            for function, arguments in step.before:
-                function(*arguments)
+            self._carry_out(step.before)
             recvs = self._poster.post((), step.recvs, self._tag) if step.recvs else None
             flight = _Flight(recvs, len(step.sends))
             self._flights.append(flight)
@@ -208,6 +238,8 @@ class StreamedSchedule:
         while True:
             while outgoing.waiting and outgoing.has_room():
                 flight, message = outgoing.waiting.popleft()
+                if self._failure is not None:
+                    message = (message[0], TOKEN)
                 outgoing.posted.append((flight, self._poster.post((message,), (), self._tag)))
             if not outgoing.posted or not outgoing.posted[0][1].test():
                 return

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpicoll.errors import Timeout, TruncationError
-from mpicoll.transport.base import Envelope, Message
+from mpicoll.errors import Timeout
+from mpicoll.transport.base import Envelope, Message, round_size_error
 
 
 class _PendingReceive(Protocol):
@@ -66,9 +66,7 @@ class LocalRound:
             if got is None:
                 return False
             if got.nbytes != data.size:
-                raise TruncationError(
-                    f"rank {self._rank} expected {data.size} bytes from rank {source}, got {got.nbytes}"
-                )
+                raise round_size_error(self._rank, source, data.size, got.nbytes)
         return True
 
     def _guard(self, step: Callable[[], bool | None]) -> bool:

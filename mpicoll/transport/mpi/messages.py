@@ -10,7 +10,16 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, CommunicatorError, TruncationError
-from mpicoll.transport.base import ConcludeFailure, Envelope, Memory, Message, Route, Traffic, truncation_error
+from mpicoll.transport.base import (
+    ConcludeFailure,
+    Envelope,
+    Memory,
+    Message,
+    Route,
+    Traffic,
+    round_size_error,
+    truncation_error,
+)
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
@@ -137,7 +146,7 @@ class MessagePassing:
         for (source, data), status in zip(recvs, statuses, strict=False):
             received = status.Get_elements(MPI.BYTE)
             if received != data.size:
-                raise self._size_mismatch(source, data.size, f"{received}")
+                raise round_size_error(self.rank, source, data.size, received)
 
     def _size_mismatch(self, source: int | None, expected: int, received: str) -> TruncationError:
         return TruncationError(

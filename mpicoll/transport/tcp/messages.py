@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mpicoll.config import config
 from mpicoll.errors import Timeout, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, truncation_error
+from mpicoll.transport.base import Envelope, Memory, Message, round_size_error, truncation_error
 from mpicoll.transport.hashes import blake2b
 from mpicoll.transport.tcp.mailbox import PostedReceive
 from mpicoll.transport.tcp.mesh import Mesh
@@ -258,10 +258,7 @@ class MessagePassing:
         for receive, (source, data) in zip(receives, recvs, strict=True):
             envelope = self.envelope_of(receive)
             if envelope.nbytes != data.size:
-                raise TruncationError(
-                    f"rank {self.rank} expected {data.size} bytes from rank {source}, got {envelope.nbytes}:"
-                    " the ranks disagree about the size of the operation"
-                )
+                raise round_size_error(self.rank, source, data.size, envelope.nbytes)
             self.copy_arrival(receive, envelope)
 
     def send(self, data: Memory, dest: int, tag: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
 import sys
 from datetime import timedelta
 from typing import Any
@@ -76,3 +77,15 @@ def test_an_operation_whose_making_was_interrupted_goes_silently(unraisable: lis
     del job
     gc.collect()
     assert unraisable == []
+
+
+def test_a_failed_operation_goes_silently_at_the_end_of_the_interpreter() -> None:
+    program = """
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
+queue = OperationQueue(Group("0.0", "test", (0,), 0, 60.0), None, background=False, explain=lambda error: error)
+kept = [queue.keep_failure(Call("a call"), ValueError())]
+kept.append(kept)  # a cycle, which is collected when nothing can be imported any more
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stderr == ""

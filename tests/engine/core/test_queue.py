@@ -361,6 +361,24 @@ def test_an_interrupt_reaches_the_thread_that_it_is_meant_for() -> None:
     job.reported = True
 
 
+def test_an_interrupt_that_was_kept_until_the_end_is_not_the_outcome() -> None:
+    """As one in the comparison of calls, where all ranks have begun the operation."""
+
+    class Interrupted(BaseException):
+        pass
+
+    queue, interrupts = lazy(), [Interrupted()]
+    queue.match = lambda call: interrupts.pop() if interrupts else None
+    job = queue.submit(lambda: "result", WHAT)
+    with pytest.raises(Interrupted):
+        job.wait(None)
+    assert [job.wait(None) for _ in range(2)] == ["result"] * 2
+    interrupts.append(Interrupted())
+    job = queue.submit(fail, WHAT)
+    with pytest.raises(ZeroDivisionError):
+        job.wait(None)
+
+
 # --- waiting
 
 

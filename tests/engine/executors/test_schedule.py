@@ -279,6 +279,48 @@ def test_a_smaller_message_is_an_error_as_well() -> None:
         mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [
+        (collective, name)
+        for collective in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+        for name in schedules.algorithms_of(collective)
+    ],
+)
+@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.long)])
+def test_no_rank_waits_for_one_whose_function_fails(collective: str, algorithm: str, size: int) -> None:
+    def body() -> tuple[str, str, int]:
+        rank = mpicoll.world().rank
+
+        def add(a: Any, b: Any) -> Any:
+            if rank == wrong:
+                called.append(rank)
+                raise ValueError("bad data")
+            return a + b
+
+        kind = text = ""
+        op = mpicoll.Op(add, commutative=True, elementwise=True)
+        try:
+            getattr(mpicoll, collective)(np.ones((4 * size, 2)), op, algorithm=algorithm)
+        except (ValueError, mpicoll.CommunicationError) as error:
+            kind, text = type(error).__name__, str(error)
+        return kind, text, mpicoll.allreduce(1)
+
+    for wrong in range(size):
+        called: list[int] = []
+        ends = mpicoll.run_local(body, size, ranks_per_node=1, timeout=20)
+        assert [total for *_, total in ends] == [size] * size
+        kinds = [kind for kind, *_ in ends]
+        if called:
+            assert kinds.pop(wrong) == "ValueError"
+        # Those that need no data of that rank, or have it already, get their results.
+        assert set(kinds) <= {"", "CommunicationError"}
+        for kind, text, _ in ends:
+            if kind == "CommunicationError":
+                assert text.startswith(f"{collective}/{algorithm} on rank "), text
+                assert "failed in this operation, as its own error explains" in text
+
+
 def test_the_round_is_named() -> None:
     def main() -> str:
         try:

@@ -499,6 +499,34 @@ def test_after_a_failure_nothing_is_received_any_more() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "recursive_doubling"])
+def test_no_rank_waits_for_one_whose_function_fails(algorithm: str) -> None:
+    def main() -> tuple[str, float]:
+        rank, calls, raised = mpicoll.world().rank, [], ""
+
+        def add(a: Any, b: Any) -> Any:
+            calls.append(a.size)
+            if rank == 0 and len(calls) == 2:
+                raise ValueError("no sum today")
+            return a + b
+
+        op = mpicoll.Op(add, commutative=True, elementwise=True)
+        try:
+            mpicoll.allreduce(np.ones(60), op, algorithm=algorithm)
+        except (ValueError, mpicoll.CommunicationError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        return raised, float(mpicoll.allreduce(np.full(60, 2.0), algorithm=algorithm).sum())
+
+    ends = mpicoll.run_local(main, 4, ranks_per_node=1, timeout=20)
+    assert [total for _, total in ends] == [480.0] * 4
+    raised = [text for text, _ in ends]
+    assert raised.pop(0) == "ValueError: no sum today"
+    for text in raised:
+        assert text.startswith(f"CommunicationError: allreduce/{algorithm} on rank "), text
+        assert "failed in this operation, as its own error explains" in text
+
+
+@pytest.mark.usefixtures("tiny")
 def test_a_death_within_the_pieces_is_named() -> None:
     def main() -> None:
         with pytest.raises(mpicoll.RankFailed, match=r"allreduce/ring on rank ") as caught:
