@@ -301,7 +301,7 @@ def make_selection_query(
     elif refusal is None and reduction is not None:
         native = comm.transport.find_native_defect(collective, reduction.native or "", reduction.work)
     elif refusal is None:
-        native = comm.transport.find_native_defect(collective)
+        native = comm.transport.find_native_defect(collective, uneven=uneven)
     device = device_of(array)
     query = SelectionQuery(
         collective,

@@ -297,9 +297,11 @@ class Transport(Protocol):
     @property
     def connects(self) -> bool: ...
 
-    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+    def find_native_defect(
+        self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None, *, uneven: bool = False
+    ) -> str | None:
         """Return the reason why `collective`, of the reduction `op` of `dtype` if it reduces, must not be done by
-        ``native``, or None if it may be.
+        ``native``, or None if it may be. `uneven` states whether its blocks differ in size.
 
         The result is the same on all ranks.
         """

@@ -62,6 +62,15 @@ IGNORED_FAILURES = Quirk(
     " all collectives",
 )
 
+UNEVEN_ALLGATHER = Quirk(
+    "MPI_Allgatherv when a rank dies",
+    "Open MPI 5 and 6",
+    r"Open MPI v[56]\.",
+    "in a fault-tolerant job, MPI_Allgatherv, and so mpi4py's allgather of objects, can succeed with a wrong result if"
+    " a rank dies meanwhile, since one of its algorithms ignores errors (coll/tuned, seen with 5.0.11)",
+    "schedules carry out allgather of blocks that differ in size, and mpicoll exchanges objects by MPI_Allgather",
+)
+
 REDUCE_IN_PLACE = Quirk(
     "MPI_Reduce in place",
     "all but Open MPI 5, MPICH 5 and Intel MPI 2021.19",
@@ -224,6 +233,7 @@ SLOTS = Quirk(
 QUIRKS = (
     INTERLEAVED_NODES,
     IGNORED_FAILURES,
+    UNEVEN_ALLGATHER,
     PERSISTENT_COLLECTIVES,
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,

@@ -23,6 +23,7 @@ INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
     [
         (quirks.INTERLEAVED_NODES, {OPENMPI5}),
         (quirks.IGNORED_FAILURES, {OPENMPI5}),
+        (quirks.UNEVEN_ALLGATHER, {OPENMPI5}),
         (quirks.PERSISTENT_COLLECTIVES, {MPICH4, MPICH42, INTEL}),
         (quirks.REDUCE_IN_PLACE, {OPENMPI4, MPICH4, MPICH42, MPICH43, CRAY}),
         (quirks.LARGE_RECEIVES, {OPENMPI5, OPENMPI4}),

@@ -128,13 +128,14 @@ class CompressedPhases:
         arrays = CollectiveArrays(
             collective, node.rank, source, target, tuple(counts), 0, reduction, spare, load=self._check
         )
+        uneven = len(set(counts)) > 1
         query = SelectionQuery(
             collective,
             sum(counts) * source.itemsize,
             node.context,
             "moved" if reduction is None else "float",
-            uneven=len(set(counts)) > 1,
-            native=self._query.native,
+            uneven=uneven,
+            native=node.transport.find_native_defect(collective, uneven=uneven) or self._query.native,
             no_shm_reason=node.no_shm_reason,
             no_cma_reason=node.no_cma_reason,
         )

@@ -204,14 +204,15 @@ class HierarchicalPhases:
         sample = source if target is None else target
         assert sample is not None
         device = device_of(sample)
+        uneven = len(set(counts)) > 1
         phase_query = SelectionQuery(
             collective,
             sum(counts) * sample.itemsize,
             comm.context,
             "moved" if reduction is None else kind,
             root,
-            uneven=len(set(counts)) > 1,
-            native=query.native,
+            uneven=uneven,
+            native=comm.transport.find_native_defect(collective, uneven=uneven) or query.native,
             no_shm_reason=comm.no_shm_reason,
             no_cma_reason=comm.no_cma_reason,
             # The capabilities are looked up when the phase runs.

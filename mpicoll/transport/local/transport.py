@@ -181,7 +181,9 @@ class LocalTransport:
         table, _ = self._exchange_values(name, text)
         return [table[member] for member in self._members]
 
-    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+    def find_native_defect(
+        self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None, *, uneven: bool = False
+    ) -> str | None:
         return None  # there is no library that could
 
     def share(self, nbytes: int) -> list[Memory]:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpicoll.transport.group_facts import GroupFacts
 from mpicoll.transport.group_facts import find_facts as find_group_facts
 from mpicoll.transport.mpi import ops
+from mpicoll.transport.mpi.fault_tolerance import allgather_objects
 
 _drawn_numbers = itertools.count()
 
@@ -20,7 +21,7 @@ def find_facts(comm: MPI.Intracomm, node: Sequence[int]) -> GroupFacts:
     # All ranks of a node load the same library, so one of them answers for the node.
     defects = ops.find_defects() if comm.rank == node[0] else {}
     place = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return find_group_facts(comm.allgather, comm.rank, node, partial(draw_key, comm), place, defects)
+    return find_group_facts(partial(allgather_objects, comm), comm.rank, node, partial(draw_key, comm), place, defects)
 
 
 def draw_key(comm: MPI.Intracomm) -> str:

@@ -64,6 +64,20 @@ def fault_tolerant() -> bool:
     )
 
 
+def allgather_objects(comm: MPI.Intracomm, value: Any) -> list[Any]:
+    """Return the values of all ranks, as ``comm.allgather(value)`` does. Collective."""
+    if not fault_tolerant():
+        return list(comm.allgather(value))
+    # mpi4py would call MPI_Allgatherv, of which Open MPI does not report all failures (`quirks.UNEVEN_ALLGATHER`).
+    mine = np.frombuffer(MPI.pickle.dumps(value), np.uint8)
+    sizes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([mine.size], np.int64), sizes)
+    blocks = np.zeros((comm.size, sizes.max()), np.uint8)
+    blocks[comm.rank, : mine.size] = mine
+    comm.Allgather(MPI.IN_PLACE, blocks)
+    return [MPI.pickle.loads(block[:size]) for block, size in zip(blocks, sizes, strict=True)]
+
+
 def mark_dead(rank: int) -> None:
     """Record that `rank` of the job has died, and revoke all communicators of which it is a member: waits on them raise
     RankFailed. Does nothing if the death is known already, or if the job is not fault-tolerant."""
@@ -226,7 +240,8 @@ class FailureState:
         """Return the exception for an operation that has failed with `error`; `memory` is what MPI may still use."""
         if fault_tolerant():
             kind = error.Get_error_class()
-            if kind in _FAILURES or (kind in _UNSPECIFIC and _query_dead() & set(self.members)):
+            # An unspecific error may arrive before the death is known.
+            if kind in _FAILURES or (kind in _UNSPECIFIC and self.has_failed()):
                 self.retain(memory)
                 return self.rank_failed(error.Get_error_string())
         return translate_error(self._rank, error)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpicoll.transport import quirks
 from mpicoll.transport.base import Memory
 from mpicoll.transport.files import FileBlock, end_of_file
+from mpicoll.transport.mpi.fault_tolerance import allgather_objects
 
 _CHUNK = 1 << 30
 """Bytes of one call: MPI's counts are ints, and libraries have had defects with larger ones."""
@@ -60,7 +61,7 @@ class MpiFile:
             memory = memory[:0]
         if together and self._calls_together:
             needs = -(-memory.size // _CHUNK), not block.is_contiguous, max(block.sizes, default=0) > _MAX_EXTENT
-            chunks, strided, huge = (max(column) for column in zip(*self._comm.allgather(needs), strict=True))
+            chunks, strided, huge = (max(column) for column in zip(*allgather_objects(self._comm, needs), strict=True))
             if not (strided and huge):
                 self._transfer_together(name, block, memory, error, chunks, strided=strided)
                 return

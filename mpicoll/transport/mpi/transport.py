@@ -17,7 +17,7 @@ from mpicoll.transport import cores, launch_env, shm
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
 from mpicoll.transport.group_facts import GroupFacts
 from mpicoll.transport.mpi.comm_facts import draw_key
-from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
+from mpicoll.transport.mpi.fault_tolerance import allgather_objects, fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
@@ -75,11 +75,18 @@ class MpiTransport(MessagePassing):
 
     @translates_errors
     def allgather_text(self, text: str) -> list[str]:
-        return cast("list[str]", self._collective.allgather(text))
+        return allgather_objects(self._collective, text)
 
-    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+    def find_native_defect(
+        self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None, *, uneven: bool = False
+    ) -> str | None:
         if self._failure_defect is not None:
             return self._failure_defect
+        if uneven and collective == "allgather" and fault_tolerant():
+            return (
+                "in a fault-tolerant job, MPI_Allgatherv of this MPI library can succeed with a wrong result if a rank"
+                " dies"
+            )
         if dtype is None:
             return self._gather_defect if collective in ("gather", "scatter") else None
         # Not at module level: a rank that calls no reduction of MPI, and does not look for defects, does not need it.
@@ -137,8 +144,11 @@ class MpiTransport(MessagePassing):
 
     # --- memory of a node
 
+    def _exchange_objects(self, value: object) -> list[object]:
+        return allgather_objects(self._collective, value)
+
     def share(self, nbytes: int) -> list[Memory]:
-        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._facts.named)
+        memories, failure = shm.share(nbytes, self._exchange_objects, self.rank, named=self._facts.named)
         if memories is None:
             raise CommunicationError(f"{failure}; set MPICOLL_SHARED_MEMORY=off to do without")
         return memories
@@ -146,7 +156,7 @@ class MpiTransport(MessagePassing):
     def adopt(self, memory: Memory, fd: int) -> list[Memory]:
         if self._facts.named:
             raise CommunicationError("memory without a name can't be passed on (MPICOLL_SHARED_MEMORY=named)")
-        memories, failure = shm.adopt(memory, fd, self._collective.allgather, self.rank)
+        memories, failure = shm.adopt(memory, fd, self._exchange_objects, self.rank)
         if memories is None:
             raise CommunicationError(failure)
         return memories
@@ -244,7 +254,7 @@ class MpiTransport(MessagePassing):
         if self._is_common(word, idle):
             return None
         assert self._compare_comm is not None
-        return cast("list[str]", self._compare_comm.allgather(text()))
+        return allgather_objects(self._compare_comm, text())
 
     def _is_common(self, word: int, idle: Callable[[], None]) -> bool:
         """Return True if all ranks have the same `word`. Collective.
@@ -279,7 +289,7 @@ class MpiTransport(MessagePassing):
         if self._compare_comm is None:
             self._create_compare_comm()
         assert self._compare_comm is not None
-        return len(set(self._compare_comm.allgather(word))) == 1
+        return len(set(allgather_objects(self._compare_comm, word))) == 1
 
     def _create_compare_comm(self) -> None:
         self._compare_comm = self._collective.Dup()

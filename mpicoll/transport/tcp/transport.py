@@ -70,7 +70,9 @@ class TcpTransport(MessagePassing):
     def no_cma_reason(self) -> str | None:
         return self.facts.no_cma_reason
 
-    def find_native_defect(self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None) -> str | None:
+    def find_native_defect(
+        self, collective: str, op: str = "", dtype: np.dtype[Any] | None = None, *, uneven: bool = False
+    ) -> str | None:
         return None  # there is no library that could
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:

@@ -20,8 +20,10 @@ from support.launch import ROOT
 import mpicoll
 from mpicoll.engine.executors import bound_schedule, hierarchical
 from mpicoll.engine.executors.step_layout import lay_out
+from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.errors import CommunicationError
 from mpicoll.transport.local import Delay, Drop, LocalJob
+from mpicoll.transport.local.transport import LocalTransport
 
 COLLECTIVES = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "gather", "scatter", "alltoall")
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (1200,))
@@ -450,6 +452,25 @@ def test_requests_that_it_refuses() -> None:
         np.testing.assert_array_equal(first, x)
 
     mpicoll.run_local(body, 4, ranks_per_node=2)
+
+
+def test_phases_know_of_defects_of_unequal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI may have one that the collective itself does not have."""
+    queries: list[SelectionQuery] = []
+
+    def find_defect(transport: Any, collective: str, op: str = "", dtype: Any = None, *, uneven: bool = False) -> Any:
+        return "unequal" if uneven and collective == "allgather" else None
+
+    def keep(*args: Any, **facts: Any) -> SelectionQuery:
+        queries.append(SelectionQuery(*args, **facts))
+        return queries[-1]
+
+    monkeypatch.setattr(LocalTransport, "find_native_defect", find_defect)
+    monkeypatch.setattr(hierarchical, "SelectionQuery", keep)
+    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(101), algorithm=BY_NODES), 4, ranks_per_node=2)
+    assert any(one.collective == "allgather" and one.uneven for one in queries)
+    for one in queries:
+        assert (one.native == "unequal") == (one.collective == "allgather" and one.uneven)
 
 
 def test_communicators_are_made_once_and_freed() -> None:
