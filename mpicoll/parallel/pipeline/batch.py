@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from mpicoll.errors import ArgumentError, DTypeError
 from mpicoll.parallel.pipeline.schedules import Action
+
+LEAF_TYPES = (Tensor, type(None), bool, int, float, str)
+"""Types of leaves in the tuples, lists and dicts that parts pass to each other."""
 
 
 @dataclass(slots=True)
@@ -56,9 +60,40 @@ def split_batch(value: Any, count: int) -> list[Any]:
     return [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
 
 
-def concatenate_outputs(values: Sequence[Any]) -> Any:
-    """Concatenate the tensors of `values`, which have one structure, along axis 0."""
+def concatenate_outputs(values: Sequence[Any], where: str) -> Any:
+    """Concatenate the tensors of `values`, which have one structure, along axis 0. `where` names the stage."""
+    if len(values) == 1:
+        return values[0]
     flat = [tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        kinds = [str(tree_map(lambda leaf: type(leaf).__name__, value)).replace("'", "") for value in values]
+        raise ArgumentError(
+            "predict: outputs of micro-batches can be concatenated only if all have one structure, got"
+            f" {_list_different(kinds)}; pass micro_batches=1 {where}"
+        )
     rows = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0] for parts in rows]
-    return tree_unflatten(leaves, flat[0][1])
+    return tree_unflatten([_join_leaves(row, where) for row in rows], structure)
+
+
+def _join_leaves(parts: Sequence[Any], where: str) -> Any:
+    if all(isinstance(one, Tensor) for one in parts):
+        return torch.cat(list(parts))
+    for one in parts:
+        if not isinstance(one, LEAF_TYPES):
+            raise DTypeError(
+                f"predict: a {type(one).__name__} in the output of the last part can't be concatenated with those of"
+                " other micro-batches; return tuples, lists and dicts of tensors, or pass micro_batches=1 " + where
+            )
+    values = [f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one) for one in parts]
+    if len(set(values)) > 1:
+        raise ArgumentError(
+            "predict: numbers, strings and None in the output of the last part must be the same for all micro-batches,"
+            f" got {_list_different(values)}; return tensors, or pass micro_batches=1 {where}"
+        )
+    return parts[0]
+
+
+def _list_different(values: Sequence[str]) -> str:
+    different = list(dict.fromkeys(values))
+    return ", ".join(different[:4]) + ", ..." * (len(different) > 4)

@@ -26,7 +26,15 @@ from mpicoll.parallel.p2p import PipeP2P
 from mpicoll.parallel.p2p.operations import wrap_error
 from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.agreement import check_agreement, gather_objects, share_tied
-from mpicoll.parallel.pipeline.batch import Batch, SavedTensors, concatenate_outputs, detach, find_tensors, split_batch
+from mpicoll.parallel.pipeline.batch import (
+    LEAF_TYPES,
+    Batch,
+    SavedTensors,
+    concatenate_outputs,
+    detach,
+    find_tensors,
+    split_batch,
+)
 from mpicoll.parallel.pipeline.schedules import Action
 from mpicoll.parallel.pipeline.split_backward import backward, backward_input, copy_views
 from mpicoll.parallel.pipeline.timeline import Timeline, timeline_from_events
@@ -34,9 +42,6 @@ from mpicoll.parallel.pipeline.timeline import Timeline, timeline_from_events
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """A function of the last part's output and the targets of a micro-batch that returns the mean loss, a 0-d tensor."""
 
-
-_LEAF_TYPES = (Tensor, type(None), bool, int, float, str)
-"""Types of leaves in the tuples, lists and dicts that parts pass to each other."""
 
 _RESULT_CHANNEL = 0
 """The channel of results that the last stage sends to all others. Channels of chunks are above it."""
@@ -183,6 +188,10 @@ class PipelineEngine:
         """Return the model's output on every stage, without gradients and with the modules in evaluation mode.
 
         The first stage passes `inputs`; outputs of several micro-batches are concatenated along axis 0.
+
+        Raises:
+            DTypeError: outputs of several micro-batches contain objects that are not tensors, numbers, strings or None.
+            ArgumentError: they differ in structure, or in numbers, strings and None.
         """
         batch = self._make_batch("predict", inputs, None, "forward_only", micro_batches)
         return self._run_forward_only(batch)
@@ -321,11 +330,11 @@ class PipelineEngine:
         """Return the loss, or without targets the outputs of all micro-batches."""
         if not self.is_last_stage:
             return self._unwrap(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT_CHANNEL))
-        found = (
-            batch.loss
-            if batch.targets
-            else concatenate_outputs([batch.outputs[number] for number in sorted(batch.outputs)])
-        )
+        if batch.targets:
+            found = batch.loss
+        else:
+            outputs = [batch.outputs[number] for number in sorted(batch.outputs)]
+            found = concatenate_outputs(outputs, f"(stage {self.stage} of {self.stages})")
         for stage in range(self.stages - 1):
             self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT_CHANNEL)
         self._p2p.wait()
@@ -351,6 +360,8 @@ class PipelineEngine:
         number = action.microbatch
         virtual = action.chunk * self.stages + self.stage
         value = batch.inputs[number] if virtual == 0 else received
+        # Before the part runs, which may replace the tensors in a dict or list that it takes.
+        inputs = [one for one in find_tensors(value) if virtual and one.requires_grad]
         output = self.modules[action.chunk](value)
         if virtual == self.stages * len(self.modules) - 1:
             if batch.targets:
@@ -363,14 +374,14 @@ class PipelineEngine:
                 output = copy_views(output)
         if batch.train:
             batch.saved[number, action.chunk] = SavedTensors(
-                [one for one in find_tensors(value) if virtual and one.requires_grad],
+                inputs,
                 [one for one in find_tensors(output) if one.requires_grad],
             )
         return output
 
     def _check_output(self, output: Any, virtual: int) -> None:
         for one in tree_leaves(output):
-            if not isinstance(one, _LEAF_TYPES):
+            if not isinstance(one, LEAF_TYPES):
                 raise DTypeError(
                     f"PipelineEngine: part {virtual} of the model returned a {type(one).__name__}, through which"
                     " gradients can't be propagated; return tuples, lists and dicts of tensors, numbers, strings and"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
@@ -40,7 +41,7 @@ def backward_input(
     if not inputs:
         return [], partial(backward, outputs, grads, ())
     # Imported here because it imports torch's compiler, which takes a second and which other schedules don't need.
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    from torch.distributed.pipelining._backward import stage_backward_input
 
     pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
@@ -51,14 +52,18 @@ def backward_input(
     used_grads, parts = stage_backward_input(*given, used, iter(weights)) if used else ((), [])
     for one in used:
         one.grad = None
-    found = {node for part in parts for node in part["params"]}
+    groups = _merge_groups(parts)
+    found = {node for nodes, _ in groups for node in nodes}
     if any(_get_accumulator(one) in reached and _get_accumulator(one) not in found for one in weights):
         raise ArgumentError(
             "the backward can't be split: an output depends on weights, but not on the input that they are applied to;"
             " use a schedule with whole backwards, such as 1f1b"
         )
+    order = {_get_accumulator(one): number for number, one in enumerate(weights)}
+    # Ranks whose operations are collective must run them in one order; that of sets differs from process to process.
+    groups.sort(key=lambda group: min(order[node] for node in group[0]))
     by_input = {id(one): grad for one, grad in zip(used, used_grads, strict=True)}
-    return [by_input.get(id(one)) for one in inputs], partial(stage_backward_weight, iter(weights), parts)
+    return [by_input.get(id(one)) for one in inputs], partial(_backward_weights, groups)
 
 
 def copy_views(value: Any) -> Any:
@@ -68,6 +73,56 @@ def copy_views(value: Any) -> Any:
     change an input that is passed on.
     """
     return tree_map_only(Tensor, lambda one: one.clone() if one.is_leaf or one._is_view() else one, value)  # noqa: SLF001
+
+
+def _merge_groups(parts: Sequence[dict[str, Any]]) -> list[tuple[set[Any], dict[Any, Grads]]]:
+    """Return torch's groups so that none shares a weight or an operation with another.
+
+    A group is the nodes that accumulate the gradients of some weights, and the operations that join these weights with
+    what depends on an input, each with the gradients of its outputs. torch merges only some of those that overlap, and
+    a weight in two of them would get a gradient from each.
+    """
+    groups: list[tuple[set[Any], dict[Any, Grads]]] = []
+    for part in parts:
+        # Hooks of torch refer to `part`, and must not keep the graph.
+        nodes, operations = set(part["params"]), dict(zip(part.pop("intermediates"), part["grads"], strict=True))
+        apart = []
+        for other in groups:
+            if nodes.isdisjoint(other[0]) and operations.keys().isdisjoint(other[1]):
+                apart.append(other)
+            else:
+                nodes |= other[0]
+                operations |= other[1]
+        groups = [*apart, (nodes, operations)]
+    return groups
+
+
+def _backward_weights(groups: Sequence[tuple[set[Any], Mapping[Any, Grads]]]) -> None:
+    """Add the gradients of the weights of `groups` to their ``.grad``.
+
+    torch's own ``stage_backward_weight`` stores a gradient without a copy if there is none, also one that other tensors
+    share, and calls no hooks that follow the accumulation.
+    """
+    # The way from one operation to a weight may lead through another one, whose gradients are complete already.
+    for _, operations in groups:
+        for node, grads in operations.items():
+            node.register_prehook(partial(_replace, tuple(grads)))
+    for nodes, operations in groups:
+        edges = [(GradientEdge(node, i), one) for node, grads in operations.items() for i, one in enumerate(grads)]
+        wanted = [(edge, grad) for edge, grad in edges if grad is not None]
+        if wanted:
+            # What lies between two operations of this group may belong to another one, which needs it too. The graph
+            # is freed with the last reference to `groups`.
+            torch.autograd.backward(
+                [edge for edge, _ in wanted],
+                [grad for _, grad in wanted],
+                retain_graph=True,
+                inputs=[node.variable for node in nodes],
+            )
+
+
+def _replace(grads: Grads, computed: Grads) -> Grads:
+    return grads
 
 
 def _find_leaf_nodes(outputs: Sequence[Tensor]) -> set[Any]:

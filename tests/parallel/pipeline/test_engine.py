@@ -73,6 +73,19 @@ class PassesOn(nn.Module):
         return x if self.linear is None else self.linear(x).view(-1, WIDTH)
 
 
+class Updates(nn.Module):
+    """Passes on the dict that it takes, with another tensor in it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        found = x if isinstance(x, dict) else {"x": x, "pair": (x.sum(1),)}
+        found["x"] = torch.tanh(self.linear(found["x"]))
+        return found
+
+
 class Frozen(nn.Module):
     """Without gradients in the first half of the model."""
 
@@ -128,7 +141,7 @@ def check_gradients(mine: Sequence[nn.Module], expected: Sequence[nn.Module], fa
                 torch.testing.assert_close(one.grad, other.grad * factor, rtol=1e-12, atol=1e-13, msg=name)
 
 
-KINDS = [Plain, Nested, PassesOn, Frozen]
+KINDS = [Plain, Nested, PassesOn, Updates, Frozen]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 1), ("interleaved", 2), ("looped_bfs", 3)]
 
 
@@ -661,6 +674,30 @@ def test_what_hides_tensors_is_refused() -> None:
             engine.train_batch(*data(2))
 
     mpicoll.run_local(body, 2, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("compute", "error", "message"),
+    [
+        (lambda x: {"x": x.numpy()}, mpicoll.DTypeError, "predict: a ndarray in the output .*or pass micro_batches=1"),
+        (lambda x: (x, Opaque(x)), mpicoll.DTypeError, r"predict: a Opaque .*\(stage 0 of 1\)"),
+        (lambda x: (x, float(x.sum())), mpicoll.ArgumentError, r"must be the same .*got 0\.0, 1\.0; return tensors"),
+        (lambda x: x if x.sum() else None, mpicoll.ArgumentError, r"got None, a tensor of shape \(1,\); return"),
+        (lambda x: [x] * (1 + int(x.sum())), mpicoll.ArgumentError, r"got \[Tensor\], \[Tensor, Tensor\]; pass mic"),
+    ],
+)
+def test_predict_loses_nothing(compute: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
+    class Computes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return compute(x)
+
+    def body() -> None:
+        engine = PipelineEngine(Computes(), loss_fn, micro_batches=2)
+        with pytest.raises(error, match=message):
+            engine.predict(torch.arange(2.0), micro_batches=2)
+        engine.predict(torch.arange(2.0))
+
+    mpicoll.run_local(body, 1)
 
 
 def test_predict_needs_a_micro_batch(some: Ranks) -> None:
