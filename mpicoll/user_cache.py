@@ -23,10 +23,11 @@ _ENTRIES = 100
 
 def locate_file(name: str) -> str | None:
     """Return the path of the file `name` in mpicoll's cache directory; None if there is no home directory."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if not cache:
+    # A relative path would be another directory for each current one; XDG's specification says to ignore it.
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not cache.startswith("/"):
         home = os.path.expanduser("~")  # noqa: PTH111  pathlib takes milliseconds to import
-        if home == "~":
+        if not home.startswith("/"):
             return None
         cache = f"{home}/.cache"
     return f"{cache}/mpicoll/{name}"

@@ -18,6 +18,9 @@ from mpicoll.transport import launch_env
 
 COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "study", "algorithms", "trace", "completion")
 
+_CLOSED_PIPE = 141
+"""Exit status where the reader of stdout has closed it: what a shell reports for a program that SIGPIPE has ended."""
+
 _OVERVIEW = """\
 mpicoll {version}: MPI collectives for numpy, cupy and torch arrays.
 
@@ -40,12 +43,33 @@ mpicoll COMMAND --help describes a command with all its options.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: this program's arguments) and return its exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            status = _run(sys.argv[1:] if argv is None else list(argv))
+        except SystemExit:  # of the parser, which may have printed help
+            _flush_output()
+            raise
+        _flush_output()
+    except BrokenPipeError:
+        if launch_env.is_launched(os.environ):
+            raise
+        # The reader of stdout wants no more of it, such as head. What is left must not fail again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _CLOSED_PIPE
+    return status
+
+
+def _flush_output() -> None:
+    # The interpreter would do so at its exit, where nothing can catch the error. There may be no stdout (`>&-`).
+    print(end="", flush=True)
+
+
+def _run(words: Sequence[str]) -> int:
     if not words:
         sys.stdout.write(_OVERVIEW.format(version=__version__))
         return 0
-    args = make_parser(words).parse_args(words)
     try:
+        args = make_parser(words).parse_args(words)
         return int(args.run(args))
     except MpicollError as error:
         if launch_env.is_launched(os.environ):

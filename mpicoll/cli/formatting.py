@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.errors import SetupError
+from mpicoll.errors import ArgumentError, SetupError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -140,18 +141,45 @@ def _fold_remark(line: str, width: int) -> str:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--json``, whose value is None without it and ``-`` without a file."""
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout in place of the tables"
+        "--json",
+        nargs="?",
+        const="-",
+        type=_json_target,
+        metavar="FILE",
+        help="write JSON to FILE, or to stdout in place of the tables",
     )
 
 
+def _json_target(text: str) -> str:
+    if text != "-":
+        check_writable("--json", Path(text))
+    return text
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ArgumentError if the file `path`, the value of `option`, can't be written. Commands check this before they
+    measure, not after it."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ArgumentError(f"{option} {path}: it is a directory; name a file")
+    if not folder.is_dir():
+        raise ArgumentError(f"{option} {path}: there is no directory {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentError(f"{option} {path}: this user may not write there; name another file")
+
+
 def write_json(target: str | Path, content: Any) -> None:
-    """Write `content` as JSON to a file, or to stdout if `target` is ``-``."""
+    """Write `content` as JSON to a file, or to stdout if `target` is ``-``. Raises SetupError if the file can't be
+    written."""
     text = json.dumps(content, indent=1) + "\n"
     if str(target) == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        Path(target).write_text(text)
+        try:
+            Path(target).write_text(text)
+        except OSError as error:
+            raise SetupError(f"--json {target}: {error.strerror}") from error
 
 
 class Table:
@@ -240,8 +268,12 @@ class Screen:
         with suppress(ImportError):
             from rich.console import Console
 
+            class Output(Console):
+                def on_broken_pipe(self) -> None:
+                    raise BrokenPipeError  # which mpicoll.cli.main handles; rich would exit with status 1
+
             # `highlight` would colour numbers of tables at random.
-            self._console = Console(width=self.width, force_terminal=columns > 0, highlight=False)
+            self._console = Output(width=self.width, force_terminal=columns > 0, highlight=False)
 
     def print(self, *what: Table | str) -> None:
         """Print tables and texts, each on a new line; the terminal wraps the texts."""

@@ -136,17 +136,30 @@ def find_matching_launcher() -> tuple[str, LauncherFamily | None]:
     if family is None:
         return found[0], None
     version = _first_group(family.library, library.version)
-    others = []
+    environ = launcher.job_environment(os.environ, root=os.geteuid() == 0)
+    others, failed = [], False
     for path in found:
-        answer = launcher.run_bounded([path, "--version"], os.environ, _VERSION_TIMEOUT).output
-        if _first_group(family.launcher, answer) == version:
+        ended = launcher.run_bounded([path, "--version"], environ, _VERSION_TIMEOUT)
+        if _first_group(family.launcher, ended.output) == version:
             return path, family
-        others.append(f"{path} ({' '.join(answer.split()[:6]) or 'no version'})")
+        others.append(f"{path} ({_describe_answer(ended)})")
+        failed = failed or ended.status != 0
     raise SetupError(
-        f"run: mpi4py loads {library.name} ({library.path}), but no launcher belongs to it: found"
+        f"run: mpi4py loads {library.name} ({library.path}), but no launcher"
+        f" {'is known to belong' if failed else 'belongs'} to it: found"
         f" {', '.join(others)}; ranks started by another MPI's launcher would be worlds of one. Put the directory of"
         f" {library.name}'s mpirun into PATH, or install mpi4py and one MPI into an environment of their own"
     )
+
+
+def _describe_answer(ended: launcher.RunResult) -> str:
+    """Return what a launcher has printed as its version, or why it has failed."""
+    if ended.status == 0:
+        return " ".join(ended.output.split()[:6]) or "no version"
+    if ended.status is None:
+        return f"--version did not end within {_VERSION_TIMEOUT:g} s"
+    first = ended.errors.strip().partition("\n")[0]
+    return f"--version failed with status {ended.status}: {first or 'it printed no error'}"
 
 
 def _first_group(pattern: str, text: str) -> str | None:

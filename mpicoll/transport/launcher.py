@@ -206,7 +206,8 @@ def job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]
     """Return the environment of a new job.
 
     It is `environ` without the variables by which this process belongs to a job, and with the settings that Open
-    MPI needs on a small machine, in a container and as root, where they are not set.
+    MPI needs on a small machine, in a container and as root, where they are not set. `HOME` is among them: services
+    and containers may have none, and no program of Open MPI starts without it.
     """
     # The ranks use all cores; a thread pool in each of them would compete for the same cores.
     defaults = {"OMP_NUM_THREADS": "1"}
@@ -219,6 +220,11 @@ def job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]
         defaults |= {"OMPI_MCA_btl_tcp_if_include": "lo"}
     if root:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if "HOME" not in environ:
+        import pwd
+
+        with suppress(KeyError):  # a user without an entry
+            defaults |= {"HOME": pwd.getpwuid(os.geteuid()).pw_dir}
     return defaults | strip_job_variables(environ)
 
 

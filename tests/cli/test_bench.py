@@ -18,7 +18,7 @@ from support.scripts import run_scripts
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.cli import main
+from mpicoll.cli import main, start_ranks
 from mpicoll.cli.bench import job, messages, peers, report
 from mpicoll.cli.bench.cases import (
     COLLECTIVES,
@@ -353,7 +353,13 @@ def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
         ("overlap put", "put is measured on the host, and not by bench overhead or overlap"),
         ("overlap scan --like torch", "torch.distributed has no scan"),
         ("--json no/such/place.json", "--json no/such/place.json: there is no directory"),
+        ("--json .", "--json .: it is a directory"),
         ("--plot picture.gif", "--plot picture.gif: must end in .png"),
+        ("--plot tests", "--plot tests: it is a directory"),
+        ("--algorithms ring,foo", "bench: --algorithms foo: allreduce has no algorithm 'foo'; there are native, shm_f"),
+        ("--algorithms ring/2", "allreduce algorithm 'ring/2': ring has no segments"),
+        ("scan gather --algorithms tree", "scan has no algorithm 'tree'; there are native, shm_pipelined"),
+        ("put --algorithms ring", "--algorithms ring: none of what is measured has algorithms"),
         ("-np 0", "-np must be at least 1"),
     ],
 )
@@ -364,6 +370,19 @@ def test_arguments_that_make_no_sense(arguments: str, text: str, capsys: pytest.
     assert err.startswith("mpicoll: ")
     assert err.count("\n") == 1
     assert text in err
+
+
+def test_an_algorithm_of_some_collectives_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[job.Settings] = []
+
+    def start(main: Any, arguments: tuple[job.Settings], ranks: int, limit: float) -> list[int]:
+        asked.extend(arguments)
+        return [0]
+
+    monkeypatch.setattr(start_ranks, "start", start)
+    monkeypatch.setattr("mpicoll.transport.launch_env.is_launched", lambda environ: False)
+    assert main(["bench", "gather", "allreduce", "put", "--algorithms", "linear,double_tree/3,slots,native"]) == 0
+    assert asked[0].algorithms == ("linear", "double_tree/3", "shm_flat", "native")
 
 
 @pytest.mark.parametrize("arguments", ["--seconds 0", "--blocks 1", "--factor 1", "--like cupy"])

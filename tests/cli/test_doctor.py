@@ -76,6 +76,14 @@ def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
     return Report(done.stdout, done.returncode)
 
 
+def test_a_file_that_can_not_be_written_is_found_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda probe: pytest.fail("something was examined"))
+    assert main(["doctor", "--json", "/no/such/place.json"]) == 2
+    assert capsys.readouterr().err == "mpicoll: --json /no/such/place.json: there is no directory /no/such\n"
+
+
 @pytest.fixture
 def reduced() -> None:
     """It seems to be known of all reductions of this library that they are wrong, so none is tried."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 import mpicoll
 from mpicoll import cli
 from mpicoll.cli import formatting
-from mpicoll.errors import SetupError
+from mpicoll.errors import ArgumentError, SetupError
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,46 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     formatting.write_json("-", {"a": 1})
     assert capsys.readouterr().out == (tmp_path / "x.json").read_text() == '{\n "a": 1\n}\n'
+
+
+def test_json_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be known is said before the command begins, the rest without a traceback."""
+    for target, said in (
+        (tmp_path, "it is a directory; name a file"),
+        (tmp_path / "no" / "x.json", f"there is no directory {tmp_path / 'no'}"),
+        ("/dev/full", os.strerror(errno.ENOSPC)),
+    ):
+        assert cli.main(["algorithms", "list", "--json", str(target)]) == 2
+        assert capsys.readouterr() == ("", f"mpicoll: --json {target}: {said}\n")
+
+
+def test_a_file_that_this_user_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or refused.append(path))
+    for path in (tmp_path / "new", tmp_path / "old"):
+        (tmp_path / "old").touch()
+        with pytest.raises(ArgumentError, match=f"--json {path}: this user may not write there"):
+            formatting.check_writable("--json", path)
+    assert refused == [tmp_path, tmp_path / "old"]
+
+
+@pytest.mark.parametrize("words", ["", "--help", "algorithms list", "algorithms list --json"])
+def test_a_reader_that_has_closed_stdout(words: str) -> None:
+    """Such as head, after its lines: there is no traceback, and the status is that of a program ended by SIGPIPE."""
+    receive, send = os.pipe()
+    os.close(receive)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with os.fdopen(send, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpicoll", *words.split()],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            env=environ,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.stderr, done.returncode) == ("", 128 + signal.SIGPIPE)
 
 
 def test_an_overview_without_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,20 @@ def test_no_launcher_of_the_library(launchers: dict[str, str], monkeypatch: pyte
         find_matching_launcher()
 
 
+def test_a_launcher_that_fails(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "find_library", lambda: MpiLibrary(OPEN_MPI_5, "/lib/libmpi.so", "4.1"))
+    path = Path(launchers[OPEN_MPI_5])
+    answer = path.read_text()
+    path.write_text("#!/bin/sh\necho 'Error: no such thing' >&2\necho more >&2\nexit 3\n")
+    said = r"no launcher is known to belong to it: found .*--version failed with status 3: Error: no such thing\),"
+    with pytest.raises(SetupError, match=said):
+        find_matching_launcher()
+    # As Open MPI does without a home directory.
+    path.write_text(answer.replace("\n", '\n[ -n "$HOME" ] || exit 1\n', 1))
+    monkeypatch.delenv("HOME")
+    assert find_matching_launcher()[0] == str(path)
+
+
 def test_settings_on_this_machine_and_on_others(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "find_library", lambda: MpiLibrary(OPEN_MPI_5, "/lib/libmpi.so", "4.1"))
     here = make_job_command({"MPICOLL_TIMEOUT": "5"}, ["prog"], None, root=True)

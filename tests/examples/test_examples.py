@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -17,6 +18,15 @@ from mpicoll.extension import find_missing_reason
 
 DIGITS = ROOT / "examples" / "digits.py"
 HELLO = ROOT / "examples" / "hello.py"
+
+
+def test_no_example_hides_a_package() -> None:
+    """A folder or a script of a package's name would be imported in its place where that is not installed."""
+    scripts = list((ROOT / "examples").rglob("*.py"))
+    nodes = [node for path in scripts for node in ast.walk(ast.parse(path.read_text()))]
+    imported = {name.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    assert {"numpy", "torch"} <= imported
+    assert not imported & {path.stem for path in (ROOT / "examples").iterdir()}
 
 
 def digits(size: int, *arguments: str | Path) -> str:

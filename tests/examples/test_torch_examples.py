@@ -21,7 +21,7 @@ from support.scripts import Ended, run_scripts
 from support.warm import start_options
 
 EXAMPLES = ROOT / "examples"
-BASIC = EXAMPLES / "torch"
+BASIC = EXAMPLES / "torch_collectives"
 DIGITS = EXAMPLES / "ddp_digits.py"
 GPT = EXAMPLES / "fsdp_gpt.py"
 
@@ -184,7 +184,7 @@ def test_docstring_shows_commands_and_output(name: str) -> None:
     assert text is not None
     shown = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     commands = [line.partition("#")[0].split() for line in shown if line.startswith("mpirun")]
-    command = ["mpirun", "-np", "3", "python", f"examples/torch/{name}.py"]
+    command = ["mpirun", "-np", "3", "python", f"examples/torch_collectives/{name}.py"]
     assert commands == [command, [*command, "--drop-in"]]
     assert [line for line in shown if not line.startswith("mpirun")] == expected(name, 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 import time
 from pathlib import Path
@@ -124,6 +125,12 @@ def test_the_environment_of_a_job_on_this_machine() -> None:
     assert made["PRTE_MCA_hwloc_default_binding_policy"] == "none"
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in made
     assert launcher.local_job_environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+
+
+def test_a_job_has_a_home_directory() -> None:
+    """Open MPI's programs end without one, as services and containers may start them."""
+    assert launcher.job_environment({}, root=False)["HOME"] == pwd.getpwuid(os.geteuid()).pw_dir
+    assert launcher.job_environment({"HOME": "/mine"}, root=False)["HOME"] == "/mine"
 
 
 def test_last_lines() -> None:

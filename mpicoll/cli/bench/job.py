@@ -28,9 +28,9 @@ from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
 from mpicoll.cli.bench.team import Team
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.engine.selection.catalogue import DEVICE, algorithms_of, canonical_name
+from mpicoll.engine.selection.catalogue import DEVICE, algorithms_of, canonical_name, resolve_name
 from mpicoll.engine.world import world
-from mpicoll.errors import ArgumentError, SetupError
+from mpicoll.errors import AlgorithmError, ArgumentError, SetupError
 from mpicoll.wording import count
 
 PEERS = ("mpi4py", "gloo", "nccl", "copy")
@@ -108,11 +108,9 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     with_torch = with_torch or bool(set(messages.OF_TORCH) & set(collectives))
     if with_torch and find_spec("torch") is None:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
-    if given["json"] not in (None, "-"):
-        _writable("--json", Path(given["json"]))
     if given["plot"] is not None:
         formatting.require_matplotlib()
-        _writable("--plot", given["plot"])
+        formatting.check_writable("--plot", given["plot"])
         if given["plot"].suffix not in (".png", ".svg", ".pdf"):
             raise ArgumentError(f"--plot {given['plot']}: must end in .png, .svg or .pdf")
     if given["np"] is not None and given["np"] < 1:
@@ -122,7 +120,7 @@ def parse_settings(given: dict[str, Any]) -> Settings:
         collectives=collectives,
         sizes=tuple(given["sizes"]),
         against=against,
-        algorithms=_algorithms(given["algorithms"] or (array and ",".join(_WAYS)), collectives, array),
+        algorithms=_algorithms(given["algorithms"], collectives, array),
         dtype=given["dtype"],
         op=given["op"],
         like=given["like"] or "numpy",
@@ -176,20 +174,34 @@ def _can_overlap(collectives: Sequence[str], like: str | None) -> None:
         raise ArgumentError("bench overlap: torch.distributed has no scan and no exscan; leave --like torch out")
 
 
-def _writable(option: str, path: Path | None) -> None:
-    # Before the measurements, not after them.
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ArgumentError(f"{option} {path}: there is no directory {path.absolute().parent}")
-
-
 def _algorithms(
     text: str | None, collectives: Sequence[str], array: device_arrays.LibraryName | None
 ) -> tuple[str, ...]:
-    if text != "all":
-        return tuple(canonical_name(name) for name in text.split(",")) if text else ()
     known = [one for one in collectives if one not in RING_CASES]
+    if not text:
+        return tuple(map(canonical_name, _WAYS)) if array is not None else ()
+    if text != "all":
+        asked = tuple(map(canonical_name, text.split(",")))
+        for name in asked:
+            _check_algorithm(name, known)
+        return asked
     names = dict.fromkeys(name for one in known for name in algorithms_of(one))
     return tuple(name for name in names if array is not None or name not in DEVICE)
+
+
+def _check_algorithm(name: str, collectives: Sequence[str]) -> None:
+    """Raise ArgumentError if none of the collectives has the algorithm; one suffices, for others it is left out."""
+    reasons = []
+    for collective in collectives:
+        try:
+            resolve_name(collective, name)
+        except AlgorithmError as error:
+            reasons.append(str(error))
+        else:
+            return
+    reason = reasons[0] if reasons else "none of what is measured has algorithms; leave it out"
+    others = f"; nor can it serve {', '.join(collectives[1:])}" if len(reasons) > 1 else ""
+    raise ArgumentError(f"bench: --algorithms {name}: {reason}{others}")
 
 
 def main(rank: int, asked: Settings) -> int:

@@ -1,7 +1,7 @@
 """Reduce-scatter: each rank gets its part of the sum over all ranks.
 
-    mpirun -np 3 python examples/torch/reduce_scatter.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/reduce_scatter.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/reduce_scatter.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/reduce_scatter.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

@@ -1,7 +1,7 @@
 """Reduce: rank 0 gets the sum, and the maximum, over all ranks.
 
-    mpirun -np 3 python examples/torch/reduce.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/reduce.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/reduce.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/reduce.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

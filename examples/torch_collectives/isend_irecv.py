@@ -1,7 +1,7 @@
 """Isend and irecv: swap tensors with the neighbours on both sides, and do something meanwhile.
 
-    mpirun -np 3 python examples/torch/isend_irecv.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/isend_irecv.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/isend_irecv.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/isend_irecv.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

@@ -1,7 +1,7 @@
 """Send and receive: a tensor goes from rank to rank, and each adds its own number.
 
-    mpirun -np 3 python examples/torch/send_recv.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/send_recv.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/send_recv.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/send_recv.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

@@ -1,7 +1,7 @@
 """Scatter: rank 0 deals out a list of tensors, one to each rank.
 
-    mpirun -np 3 python examples/torch/scatter.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/scatter.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/scatter.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/scatter.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

@@ -1,7 +1,7 @@
 """Barrier: no rank continues before all ranks have arrived.
 
-    mpirun -np 3 python examples/torch/barrier.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/barrier.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/barrier.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/barrier.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

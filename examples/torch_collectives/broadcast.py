@@ -1,7 +1,7 @@
 """Broadcast: every rank gets the tensor of rank 0.
 
-    mpirun -np 3 python examples/torch/broadcast.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/broadcast.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/broadcast.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/broadcast.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

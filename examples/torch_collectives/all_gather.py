@@ -1,7 +1,7 @@
 """All-gather: every rank gets a tensor of each rank.
 
-    mpirun -np 3 python examples/torch/all_gather.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/all_gather.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/all_gather.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/all_gather.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 

@@ -1,7 +1,7 @@
 """Process group: who takes part, and smaller groups.
 
-    mpirun -np 3 python examples/torch/process_group.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/process_group.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/process_group.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/process_group.py --drop-in    # mpicoll.torch in its place
 
 Without mpirun it is a world of one rank; so it is for the other examples. Both ways print:
 

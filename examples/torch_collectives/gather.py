@@ -1,7 +1,7 @@
 """Gather: rank 0 collects a tensor of each rank.
 
-    mpirun -np 3 python examples/torch/gather.py              # torch.distributed, with mpicoll as its backend
-    mpirun -np 3 python examples/torch/gather.py --drop-in    # mpicoll.torch in place of torch.distributed
+    mpirun -np 3 python examples/torch_collectives/gather.py              # torch.distributed, backend mpicoll
+    mpirun -np 3 python examples/torch_collectives/gather.py --drop-in    # mpicoll.torch in its place
 
 Both print:
 
