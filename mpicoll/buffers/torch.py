@@ -16,17 +16,16 @@ from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
 from mpicoll.extension import set_torch_access
 
+_TAKES_DLPACK = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""True if numpy's arrays of DLPack are writable."""
+
 
 def as_array(x: torch.Tensor) -> Array:
     """Return numpy's view of a dense CPU tensor that is neither conjugated nor negated lazily, and needs no gradient.
 
     ``x.numpy()`` would forbid to resize the storage for ever, which FSDP does with that of parameters.
     """
-    return np.from_dlpack(x) if _EXPORTS_WRITABLE else x.numpy()
-
-
-_EXPORTS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
-"""Whether numpy's arrays of DLPack are writable."""
+    return np.from_dlpack(x) if _TAKES_DLPACK else x.numpy()
 
 
 class TorchLibrary:
@@ -181,7 +180,7 @@ def _bfloat16_on(words: Array) -> torch.Tensor:
 
 
 def _is_freed(x: torch.Tensor) -> bool:
-    """Whether a CPU tensor with elements has no storage any more. numpy would allocate other memory for them."""
+    """Return True if a CPU tensor with elements has no storage any more. numpy would allocate memory for them."""
     return not x.untyped_storage().nbytes() and x.numel() > 0
 
 

@@ -19,7 +19,7 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 
 
 def is_plain(array: Array) -> bool:
-    """Whether MPI takes the memory of `array` as it is. mpi4py has no datatype for elements that are not aligned."""
+    """Return True if MPI takes the memory of `array` as it is. mpi4py has no datatype for unaligned elements."""
     return array.flags.c_contiguous and array.flags.aligned
 
 

@@ -123,6 +123,6 @@ def _replace_world(comm: Communicator) -> None:
 def _keep_backward_passes() -> None:
     """Have torch run backward passes of this thread on this thread. Otherwise it runs those of all threads on one
     thread for each device, where a collective of the first rank would keep the others from joining it."""
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         # Another rank may be importing it: this waits until it is complete.
         importlib.import_module("torch").autograd.set_multithreading_enabled(False)
