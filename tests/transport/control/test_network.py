@@ -808,7 +808,7 @@ def test_children_hide_no_death(start: Start, victim: int) -> None:
 def test_a_child_has_its_own_last_words(start: Start) -> None:
     job = start(2).meet()
     job[1].do(_FORK.replace("MODE", '"crash"'))
-    until(lambda: "Segmentation fault" in job[1].stderr, job.said)
+    until(lambda: "Segmentation fault" in job[1].stderr and job[1].of("sleeper"), job.said)
     os.kill(job[1].of("sleeper")[0][0], signal.SIGKILL)
     job.talk()
     assert job[0].gone() == []
