@@ -23,7 +23,7 @@ _TAKES_DLPACK = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 def as_array(x: torch.Tensor) -> Array:
     """Return numpy's view of a dense CPU tensor that is neither conjugated nor negated lazily, and needs no gradient.
 
-    ``x.numpy()`` would forbid to resize the storage for ever, which FSDP does with that of parameters.
+    After ``x.numpy()`` torch refuses to resize the storage, as FSDP does with that of parameters.
     """
     return np.from_dlpack(x) if _TAKES_DLPACK else x.numpy()
 

@@ -12,10 +12,8 @@ import pytest
 import mpicoll
 from mpicoll.buffers.compression import BLOCK, NAMES
 from mpicoll.engine.executors import compressed
-from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.errors import CommunicationError
 from mpicoll.transport.local import Drop
-from mpicoll.transport.local.transport import LocalTransport
 
 WORLDS = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (3, 2), (5, 2))
 """Ranks, and ranks per node; the last node may have fewer."""
@@ -174,27 +172,6 @@ def test_chunks_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "_PIECE", 2 * BLOCK)
     test_errors_are_within_the_bounds("int8", 3, 1)
     test_mean_of_a_plan_converges_and_that_of_calls_does_not("int8", 4, 2)
-
-
-def test_phases_know_of_defects_of_unequal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI may have one that the collective itself does not have."""
-    queries: list[SelectionQuery] = []
-
-    def find_defect(transport: Any, collective: str, op: str = "", dtype: Any = None, *, uneven: bool = False) -> Any:
-        return "unequal" if uneven and collective == "allgather" else None
-
-    def keep(*args: Any, **facts: Any) -> SelectionQuery:
-        queries.append(SelectionQuery(*args, **facts))
-        return queries[-1]
-
-    monkeypatch.setattr(LocalTransport, "find_native_defect", find_defect)
-    monkeypatch.setattr(compressed, "SelectionQuery", keep)
-    mpicoll.run_local(
-        lambda: mpicoll.allreduce(np.ones(2 * BLOCK + 1, np.float32), compression="int8"), 4, ranks_per_node=2
-    )
-    assert any(one.collective == "allgather" and one.uneven for one in queries)
-    for one in queries:
-        assert (one.native == "unequal") == (one.collective == "allgather" and one.uneven)
 
 
 def test_only_messages_between_nodes_are_compressed() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, 
 from support.launch import ROOT
 
 import mpicoll
-from mpicoll.engine.executors import bound_schedule, hierarchical
+from mpicoll.buffers.compression import BLOCK
+from mpicoll.engine.executors import bound_schedule, compressed, hierarchical
 from mpicoll.engine.executors.step_layout import lay_out
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.errors import CommunicationError
@@ -454,7 +456,14 @@ def test_requests_that_it_refuses() -> None:
     mpicoll.run_local(body, 4, ranks_per_node=2)
 
 
-def test_phases_know_of_defects_of_unequal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("executor", "count", "options"),
+    [(hierarchical, 101, {"algorithm": BY_NODES}), (compressed, 2 * BLOCK + 1, {"compression": "int8"})],
+    ids=["hierarchical", "compressed"],
+)
+def test_phases_know_of_defects_of_unequal_blocks(
+    monkeypatch: pytest.MonkeyPatch, executor: ModuleType, count: int, options: dict[str, Any]
+) -> None:
     """MPI may have one that the collective itself does not have."""
     queries: list[SelectionQuery] = []
 
@@ -466,8 +475,8 @@ def test_phases_know_of_defects_of_unequal_blocks(monkeypatch: pytest.MonkeyPatc
         return queries[-1]
 
     monkeypatch.setattr(LocalTransport, "find_native_defect", find_defect)
-    monkeypatch.setattr(hierarchical, "SelectionQuery", keep)
-    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(101), algorithm=BY_NODES), 4, ranks_per_node=2)
+    monkeypatch.setattr(executor, "SelectionQuery", keep)
+    mpicoll.run_local(lambda: mpicoll.allreduce(np.ones(count, np.float32), **options), 4, ranks_per_node=2)
     assert any(one.collective == "allgather" and one.uneven for one in queries)
     for one in queries:
         assert (one.native == "unequal") == (one.collective == "allgather" and one.uneven)
