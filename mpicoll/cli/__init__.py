@@ -22,7 +22,8 @@ _CLOSED_PIPE = 141
 """Exit status where the reader of stdout has closed it: what a shell reports for a program that SIGPIPE has ended."""
 
 _OVERVIEW = """\
-mpicoll {version}: MPI collectives for numpy, cupy and torch arrays.
+mpicoll {version}
+MPI collectives for numpy, cupy and torch arrays.
 
   mpicoll run -np 4 train.py       run a program on 4 ranks
   mpicoll doctor                   check this installation, with remedies

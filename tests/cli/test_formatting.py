@@ -259,8 +259,9 @@ def test_a_reader_that_has_closed_stdout(words: str) -> None:
     assert (done.stderr, done.returncode) == ("", 128 + signal.SIGPIPE)
 
 
-def test_an_overview_without_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """It names each command, with words that its parser takes, and fits a terminal."""
+def test_an_overview_without_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names each command, with words that its parser takes, and fits a terminal, also in a version between tags."""
+    monkeypatch.setattr(cli, "__version__", "10.10.10.dev1000+g0123456789ab.d20261129")
     assert cli.main([]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
