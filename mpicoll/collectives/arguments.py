@@ -111,7 +111,7 @@ def check_peer(operation: str, name: str, value: Any, comm: CommunicatorCore) ->
     mpi = sys.modules.get("mpi4py.MPI")
     if number is not None and (number == PROC_NULL or (mpi is not None and number == mpi.PROC_NULL)):
         return PROC_NULL
-    remedy = f"; to {'send' if name == 'dest' else 'receive'} nothing, pass mpicoll.PROC_NULL"
+    remedy = f"; to {'send' if name in ('dest', 'dst') else 'receive'} nothing, pass mpicoll.PROC_NULL"
     raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}{remedy}")
 
 

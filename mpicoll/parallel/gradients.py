@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
 from mpicoll.collectives.allreduce import allreduce, iallreduce
 from mpicoll.engine.core.communicator import Communicator
@@ -21,7 +20,7 @@ BUCKET = 25 << 20
 """Size in bytes of the buckets in which gradients are sent, as in torch's DistributedDataParallel."""
 
 
-def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = None) -> None:
+def average_gradients(parameters: Tensor | Iterable[Tensor], group: Any = None) -> None:
     """Replace each gradient by its mean over the ranks of `group`.
 
     A parameter without a gradient counts as zeros on that rank; where no rank has one, none gets one. Gradients are
@@ -53,7 +52,7 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
     _reduce(_collect_gradients(parameters, comm), "avg", comm)
 
 
-def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
+def sum_gradients(parameters: Iterable[Tensor], comm: Communicator) -> None:
     """Replace each gradient by its sum over the ranks of `comm`.
 
     An absent one, or that of a frozen parameter, counts as zeros; where no rank has one, none gets one.
@@ -62,13 +61,13 @@ def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
 
 
 def clip_grad_norm_(
-    parameters: Parameter | Iterable[Parameter],
+    parameters: Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
     group: Any = None,
     tensor_group: Any = None,
-    counted_elsewhere: Collection[Parameter] = (),
+    counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
@@ -106,13 +105,13 @@ def clip_grad_norm_(
 
 
 def clip(
-    parameters: Sequence[Parameter],
+    parameters: Sequence[Tensor],
     max_norm: float,
     norm_type: float,
     comm: Communicator,
     *,
     first: bool,
-    copies: Collection[Parameter],
+    copies: Collection[Tensor],
 ) -> Tensor:
     """Run :func:`clip_grad_norm_` on the ranks of `comm`.
 
@@ -149,12 +148,12 @@ def _to_float64_vector(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.stack([one.double() for one in tensors if one.device == place]).cpu() for place in places])
 
 
-def _as_list(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
-    """Return `parameters` as a list; torch's functions accept a single parameter, which would iterate over its rows."""
-    return [parameters] if isinstance(parameters, Parameter) else list(parameters)
+def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return `parameters` as a list; torch's functions accept a single tensor, which would iterate over its rows."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _check_dense(operation: str, parameters: Sequence[Parameter], comm: Communicator) -> None:
+def _check_dense(operation: str, parameters: Sequence[Tensor], comm: Communicator) -> None:
     for one in parameters:
         found = remedy = None
         if isinstance(one, DTensor):
@@ -178,7 +177,7 @@ def _get_model_communicator(group: Any) -> Communicator:
     return grid.communicator("pipe", "model") if group is None and grid is not None else groups.communicator(group)
 
 
-def _collect_gradients(parameters: Sequence[Parameter], comm: Communicator) -> list[Tensor]:
+def _collect_gradients(parameters: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
     """Return the gradients that any rank has, the same ones on all ranks. An absent one is made, of zeros."""
     present = torch.tensor([one.requires_grad and one.grad is not None for one in parameters], dtype=torch.uint8)
     found = []

@@ -37,7 +37,7 @@ from mpicoll.collectives import (
 from mpicoll.collectives import (
     scatter as scatters,
 )
-from mpicoll.collectives.arguments import adds_rank_to_errors, make_counts_key
+from mpicoll.collectives.arguments import adds_rank_to_errors, check_rank, make_counts_key
 from mpicoll.collectives.barrier import NOTHING
 from mpicoll.collectives.call import UNCACHED, make_task
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -195,6 +195,7 @@ def all_reduce_coalesced(comm: CommunicatorCore, tensors: Sequence[torch.Tensor]
 @adds_rank_to_errors
 def reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any, root: int) -> Task:
     """Reduce `tensor` in place at the root. On other ranks `tensor` does not change."""
+    check_rank("reduce", "dst", root, comm)
     plain, restore = prepare_in_place(tensor)
     out = plain if comm.rank == root else None
     native, divided = _convert_reduction("reduce", op, plain, restore, comm)
@@ -205,6 +206,7 @@ def reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any, root: int) -> 
 @adds_rank_to_errors
 def broadcast(comm: CommunicatorCore, tensor: torch.Tensor, root: int) -> Task:
     """Broadcast the root's `tensor` in place."""
+    check_rank("broadcast", "src", root, comm)
     plain, restore = prepare_in_place(tensor)
     return _add_restore(_bind_task(comm, "broadcast", plain, plain, bcast.prepare, root=root), restore)
 
@@ -270,6 +272,7 @@ def all_gather_single_coalesced(
 @adds_rank_to_errors
 def gather(comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Task:
     """Gather rank i's tensor into the root's ``outputs[i]``. All tensors have the same size."""
+    check_rank("gather", "dst", root, comm)
     check_plain("gather", tensor)
     whole, restore = None, None
     if comm.rank == root:
@@ -286,6 +289,7 @@ def gather(comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensor: torc
 @adds_rank_to_errors
 def scatter(comm: CommunicatorCore, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Task:
     """Scatter the root's ``tensors[i]`` into rank i's `output`. All tensors have the same size."""
+    check_rank("scatter", "src", root, comm)
     check_plain("scatter", output)
     whole = None
     if comm.rank == root:

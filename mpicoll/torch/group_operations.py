@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from mpicoll.collectives import p2p
+from mpicoll.collectives.arguments import adds_rank_to_errors, check_rank
 from mpicoll.collectives.barrier import NOTHING
 from mpicoll.config import config
 from mpicoll.engine.core.communicator import Communicator, core_of
@@ -24,7 +25,7 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
 from mpicoll.engine.dispatch import DeferringTask, Task
-from mpicoll.errors import ArgumentError, CommunicatorError, RankError
+from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.torch import c10d_collectives, connected_groups, sparse
 from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
 from mpicoll.torch.begun_collectives import UNSET_TIMEOUT, BegunCollectives
@@ -367,7 +368,7 @@ class GroupOperations:
             if work is not None:
                 return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("send", tensors)
-        _check_rank("send", "dst", dstRank, self.comm)
+        _check_peer(core_of(self.comm), "send", "dst", dstRank)
         check_plain("send", tensors[0])
         with _profile_start("send"):
             request = p2p.isend(flatten_input(tensors[0]), dstRank, tag, comm=self.comm)
@@ -388,7 +389,8 @@ class GroupOperations:
             if work is not None:
                 return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("recv", tensors)
-        _check_rank("recv", "src", 0 if src is None else src, self.comm)
+        if src is not None:
+            _check_peer(core_of(self.comm), "recv", "src", src)
         status = p2p.Status()
         plain, restore = prepare_in_place(tensors[0])
         with _profile_start("recv"):
@@ -490,9 +492,7 @@ def _check_nonempty(operation: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ArgumentError(f"{operation}: pass at least one tensor, got an empty list")
 
 
-def _check_rank(operation: str, name: str, rank: int, comm: Communicator) -> None:
-    """Raise RankError for a negative rank, which MPI may take for PROC_NULL; torch has no PROC_NULL."""
-    if rank < 0:
-        raise RankError(
-            f"{operation}: {name} must be a rank in [0, {comm.size}), got {rank} (rank {comm.rank} of {comm.size})"
-        )
+@adds_rank_to_errors
+def _check_peer(comm: CommunicatorCore, operation: str, name: str, rank: int) -> None:
+    """Raise RankError, with the argument's `name` in torch, if `rank` is not one of `comm`: torch has no PROC_NULL."""
+    check_rank(operation, name, rank, comm)

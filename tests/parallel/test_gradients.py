@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,12 +190,13 @@ def test_clip_without_gradients(some: Ranks) -> None:
     assert set(some(body)) == {0.0}
 
 
-def test_a_single_parameter(ranks: Ranks) -> None:
+@pytest.mark.parametrize("make", [Parameter, Tensor.requires_grad_])
+def test_a_single_parameter(ranks: Ranks, make: Callable[[Tensor], Tensor]) -> None:
     """It counts as itself, not as the list of its rows."""
 
     def body() -> None:
         world = mpicoll.world()
-        one = Parameter(torch.zeros(2, 3))
+        one = make(torch.zeros(2, 3))
         one.grad = torch.full((2, 3), float(world.rank))
         gradients.average_gradients(one, world)
         mean = (world.size - 1) / 2

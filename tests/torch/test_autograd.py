@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,10 +103,10 @@ def _ring(comm: mpicoll.Communicator, x: Tensor) -> Outputs:
     return (diff.sendrecv(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, 3, comm),)
 
 
-def _open_chain(comm: mpicoll.Communicator, x: Tensor) -> Outputs:
+def _open_chain(comm: mpicoll.Communicator, x: Tensor, end: int | None = None) -> Outputs:
     """Of another shape to the right, and none at the ends."""
-    right = comm.rank + 1 if comm.rank + 1 < comm.size else None
-    left = comm.rank - 1 if comm.rank else None
+    right = comm.rank + 1 if comm.rank + 1 < comm.size else end
+    left = comm.rank - 1 if comm.rank else end
     shape = _part(x, (comm.rank - 1) % comm.size).shape
     return (diff.sendrecv(_part(x, comm.rank), right, left, group=comm, shape=shape),)
 
@@ -204,6 +205,7 @@ CASES = {
     "all_to_all_single of sizes": Case(_all_to_all_splits, _all_to_all_splits_oracle),
     "sendrecv round the ring": Case(_ring, _each(lambda xs, rank: xs[rank - 1])),
     "sendrecv along an open chain": Case(_open_chain, _open_chain_oracle),
+    "sendrecv up to a border": Case(partial(_open_chain, end=mpicoll.PROC_NULL), _open_chain_oracle),
     "send and recv": Case(_pipeline, _pipeline_oracle),
 }
 
@@ -597,6 +599,16 @@ def test_a_message_to_oneself(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_a_message_beyond_a_border(ranks: Ranks) -> None:
+    def body() -> None:
+        x = _random((3,), mpicoll.world().rank).requires_grad_()
+        result = diff.recv(x, mpicoll.PROC_NULL) + diff.send(x, mpicoll.PROC_NULL)
+        result.sum().backward()
+        _close([result, x.grad], [torch.zeros_like(x), torch.zeros_like(x)])
+
+    ranks(body)
+
+
 def _refused(kind: type[Exception], words: Sequence[str], call: Callable[[], Any]) -> None:
     """`call` raises `kind` with a message that holds `words` and the rank; nothing was sent."""
     world = mpicoll.world()
@@ -622,11 +634,16 @@ def test_wrong_arguments(some: Ranks) -> None:
             (no_gradient[0], ["all_reduce", "'max'"], lambda: diff.reduce_scatter(parts, "max")),
             (mpicoll.DTypeError, ["'median'"], lambda: diff.all_reduce(x.detach(), "median")),
             (mpicoll.DTypeError, ["avg", "int64"], lambda: diff.all_reduce(x.detach().long(), "avg")),
-            (mpicoll.RankError, [str(size)], lambda: diff.broadcast(x, size)),
+            (
+                mpicoll.RankError,
+                [f"broadcast: src must be a rank in [0, {size}), got {size}"],
+                lambda: diff.broadcast(x, size),
+            ),
             (mpicoll.RankError, ["broadcast", "None"], lambda: diff.broadcast(x, None)),
-            (mpicoll.RankError, ["-1"], lambda: diff.gather(x, -1)),
+            (mpicoll.RankError, ["gather: dst", "-1"], lambda: diff.gather(x, -1)),
             (mpicoll.RankError, ["recv", "None"], lambda: diff.recv(x, None)),
-            (mpicoll.RankError, [str(size)], lambda: diff.send(x, size)),
+            (mpicoll.RankError, ["send: dst", str(size), "to send nothing"], lambda: diff.send(x, size)),
+            (mpicoll.RankError, ["sendrecv: src", "to receive nothing"], lambda: diff.sendrecv(x, rank, -1)),
             (mpicoll.RankError, ["tag", "-1"], lambda: diff.sendrecv(x, 0, 0, -1)),
             (mpicoll.RankError, ["irecv"], lambda: diff.send(x, rank)),
             (mpicoll.ShapeError, ["all_gather_single", "2"], lambda: diff.all_gather_single(x, 2)),

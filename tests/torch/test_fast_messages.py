@@ -182,7 +182,7 @@ def test_arguments_of_the_drop_in_that_c10d_rejects() -> None:
             functions.send(tensor, rank)
         with pytest.raises(ValueError, match="both"):
             functions.recv(tensor, 0, group_src=0)
-        with pytest.raises(mpicoll.RankError, match=r"dest must be a rank in \[0"):
+        with pytest.raises(mpicoll.RankError, match=r"dst must be a rank in \[0"):
             functions.send(tensor, group_dst=size)
         if size > 1:
             with pytest.raises(mpicoll.RankError, match="tag must be"):

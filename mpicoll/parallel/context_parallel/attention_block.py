@@ -58,9 +58,10 @@ def _can_use_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute :func:`attend` by matrix products, with all weights in memory."""
     q, k, v = (_group_heads(one, key.shape[1]) for one in (query, key, value))
-    scores = _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ v
+    with _without_autocast(query):
+        scores = _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.unsqueeze(-1)).exp() @ v
     return out.view(*query.shape[:3], value.shape[3]), lse.view(query.shape[:3])
 
 
@@ -69,11 +70,19 @@ def attend_backward_by_matmul(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute :func:`attend_backward` by matrix products."""
     q, k, v, g, o = (_group_heads(one, key.shape[1]) for one in (query, key, value, grad, out))
-    weights = (
-        _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
-    ).exp()
-    grad_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
-    return (grad_scores @ k).view(query.shape), grad_scores.mT @ q, weights.mT @ g
+    with _without_autocast(query):
+        scores = _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale)
+        weights = (scores - lse.reshape(q.shape[:3]).unsqueeze(-1)).exp()
+        grad_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
+        return (grad_scores @ k).view(query.shape), grad_scores.mT @ q, weights.mT @ g
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Return a context in which products on the device of `x` are of the accumulation dtype, as in the fused kernels.
+
+    Otherwise the weights that a backward computes, which autocast mostly does not cover, would not be the forward's.
+    """
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _group_heads(x: Tensor, heads: int) -> Tensor:

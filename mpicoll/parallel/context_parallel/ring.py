@@ -51,7 +51,8 @@ def ring_attention(
     are sent in float32, take twice as much (3n(P-1) in all).
 
     Blocks are sent on a duplicate of the communicator, made at the first call and freed with it, so they never match
-    messages of the user. Dropout and other masks are not supported.
+    messages of the user. Dropout and other masks are not supported. Under autocast it computes as without: in the dtype
+    of its tensors, half precision with sums in float32.
 
     Args:
         query: (batch, heads, tokens, head_dim).

@@ -47,8 +47,8 @@ def shard_(
         `module`.
 
     Raises:
-        ArgumentError: a pattern matches nothing, a submodule has another class than its kind needs, or a parameter is
-            shared with a submodule that is not replaced; `module` is unchanged.
+        ArgumentError: a pattern matches nothing, a submodule has another class or other parameters than its kind
+            needs, or a parameter is shared with a submodule that is not replaced; `module` is unchanged.
         ShapeError: the number of ranks does not divide an extent; `module` is unchanged.
 
     Example:
@@ -137,6 +137,12 @@ def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) 
                 raise ArgumentError(
                     f"shard_: {name!r}, which {pattern!r} matches, is a {type(named[name]).__name__}; {kind!r} needs a"
                     f" {wanted}"
+                )
+            others = sorted(dict(named[name].named_parameters(recurse=False)).keys() - {"weight", "bias"})
+            if others:
+                raise ArgumentError(
+                    f"shard_: {name!r} has the parameters {others}, from which its own are computed, as by weight_norm"
+                    " or pruning; make it a plain layer first, such as by torch.nn.utils.remove_weight_norm"
                 )
             matches.setdefault(name, (named[name], what))
     return matches

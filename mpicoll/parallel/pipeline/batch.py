@@ -54,7 +54,7 @@ def detach(value: Any) -> Any:
 
 
 def split_batch(value: Any, count: int) -> list[Any]:
-    """Divide `value` into parts for `count` micro-batches."""
+    """Divide the tensors in `value` into parts for `count` micro-batches; each gets all else whole."""
     leaves, structure = tree_flatten(value)
     columns = [one.tensor_split(count) if isinstance(one, Tensor) else [one] * count for one in leaves]
     return [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]

@@ -68,7 +68,9 @@ class PipelineEngine:
             mean loss.
         micro_batches: the number of micro-batches of a batch.
         schedule: a name of :mod:`mpicoll.parallel.pipeline.schedules`, the same on all stages: ``gpipe``, ``1f1b``,
-            ``interleaved``, ``zero_bubble`` or a registered one. It is verified here.
+            ``interleaved``, ``zero_bubble``, ``looped_bfs`` or a registered one. It is verified here. The two halves of
+            a backward in ``zero_bubble`` may call hooks of tensors twice. With it, parts that torch.compile has
+            compiled need ``torch._functorch.config.donated_buffer = False``, and checkpoints ``use_reentrant=False``.
         tied: parameters that several stages hold, such as an embedding and the projection at the other end of the
             model: ``{"embedding": parameter}`` on each stage that has one. They start with the value of the first of
             these stages, and their gradients are summed.
@@ -150,8 +152,8 @@ class PipelineEngine:
 
         Args:
             inputs: on the first stage: a tensor, or a tuple, list or dict of tensors, whose axis 0 is the batch. They
-                are divided into `micro_batches` parts, which differ by one sample at most. Other stages' values are
-                ignored.
+                are divided into `micro_batches` parts, which differ by one sample at most. All else in them, such as
+                numbers, strings, None and numpy arrays, goes to each part whole. Other stages' values are ignored.
             targets: the same, on the last stage.
             reduce: then sum the gradients of tied parameters and average all gradients over `data_group`; pass False
                 for all but the last of several batches between two steps.

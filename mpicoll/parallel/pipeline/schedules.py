@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal, SupportsIndex, TypeAlias
 
 from mpicoll.errors import AlgorithmError, RankError
 from mpicoll.schedules.formula import check_formula, evaluate
@@ -78,6 +78,8 @@ class PipelineSchedule:
     def actions(self, stage: int, stages: int, microbatches: int, chunks: int = 1) -> tuple[Action, ...]:
         """Return the actions of `stage` of `stages`; generated once for each set of arguments."""
         for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+            if not isinstance(number, SupportsIndex):
+                raise AlgorithmError(f"pipeline schedule {self.name}: {what} must be an integer, got {number!r}")
             if number < 1:
                 raise AlgorithmError(f"pipeline schedule {self.name}: {what} must be at least 1, got {number}")
         if not 0 <= stage < stages:

@@ -12,8 +12,6 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from mpicoll.errors import ArgumentError
-
 Grads = Sequence[Tensor | None]
 """Gradients of the outputs of a part; None for outputs on which nothing depends."""
 
@@ -36,34 +34,38 @@ def backward_input(
 
     `outputs` must not share memory with other tensors (see :func:`copy_views`). An operation whose backward is one
     Python function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, with its collectives:
-    correct, but without gain. Where no input requires a gradient, the second half does all the work.
+    correct, but without gain. The second half does all the work for outputs that depend on none of the inputs.
     """
     if not inputs:
         return [], partial(backward, outputs, grads, ())
+    accumulators = {_get_accumulator(one) for one in inputs}
+    reached: set[Any] = set()
+    joined: list[tuple[Tensor, Tensor]] = []
+    apart: list[tuple[Tensor, Tensor]] = []  # torch's halves would leave them out
+    for one, grad in zip(outputs, grads, strict=True):
+        if grad is not None:
+            leaves = _find_leaf_nodes(one)
+            reached |= leaves
+            (apart if accumulators.isdisjoint(leaves) else joined).append((one, grad))
+    finish = partial(backward, [one for one, _ in apart], [grad for _, grad in apart], ())
+    if not joined:
+        return [None] * len(inputs), finish
     # Imported here because it imports torch's compiler, which takes a second and which other schedules don't need.
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
-    reached = _find_leaf_nodes([one for one, _ in pairs])
-    # Some versions of torch refuse inputs on which nothing depends, and none at all.
+    # Some versions of torch refuse inputs on which nothing depends.
     used = [one for one in inputs if _get_accumulator(one) in reached]
-    given = [one for one, _ in pairs], [grad for _, grad in pairs]
-    used_grads, parts = stage_backward_input(*given, used, iter(weights)) if used else ((), [])
+    given = [one for one, _ in joined], [grad for _, grad in joined]
+    used_grads, parts = stage_backward_input(*given, used, iter(weights))
     for one in used:
         one.grad = None
     groups = _merge_groups(parts)
-    found = {node for nodes, _ in groups for node in nodes}
-    if any(_get_accumulator(one) in reached and _get_accumulator(one) not in found for one in weights):
-        raise ArgumentError(
-            "the backward can't be split: an output depends on weights, but not on the input that they are applied to;"
-            " use a schedule with whole backwards, such as 1f1b"
-        )
     order = {_get_accumulator(one): number for number, one in enumerate(weights)}
     # Ranks whose operations are collective must run them in one order; that of sets differs from process to process.
     groups.sort(key=lambda group: min(order[node] for node in group[0]))
     by_input = {id(one): grad for one, grad in zip(used, used_grads, strict=True)}
-    return [by_input.get(id(one)) for one in inputs], partial(_backward_weights, groups)
+    return [by_input.get(id(one)) for one in inputs], partial(_backward_weights, groups, finish)
 
 
 def copy_views(value: Any) -> Any:
@@ -97,8 +99,8 @@ def _merge_groups(parts: Sequence[dict[str, Any]]) -> list[tuple[set[Any], dict[
     return groups
 
 
-def _backward_weights(groups: Sequence[tuple[set[Any], Mapping[Any, Grads]]]) -> None:
-    """Add the gradients of the weights of `groups` to their ``.grad``.
+def _backward_weights(groups: Sequence[tuple[set[Any], Mapping[Any, Grads]]], finish: Callable[[], object]) -> None:
+    """Add the gradients of the weights of `groups` to their ``.grad``, then call `finish`, which may free the graph.
 
     torch's own ``stage_backward_weight`` stores a gradient without a copy if there is none, also one that other tensors
     share, and calls no hooks that follow the accumulation.
@@ -119,16 +121,17 @@ def _backward_weights(groups: Sequence[tuple[set[Any], Mapping[Any, Grads]]]) ->
                 retain_graph=True,
                 inputs=[node.variable for node in nodes],
             )
+    finish()
 
 
 def _replace(grads: Grads, computed: Grads) -> Grads:
     return grads
 
 
-def _find_leaf_nodes(outputs: Sequence[Tensor]) -> set[Any]:
-    """Return the nodes of the graph of `outputs` that accumulate the gradient of a leaf."""
+def _find_leaf_nodes(output: Tensor) -> set[Any]:
+    """Return the nodes of the graph of `output` that accumulate the gradient of a leaf."""
     seen: set[Any] = set()
-    queue = [one.grad_fn for one in outputs]
+    queue = [output.grad_fn]
     while queue:
         node = queue.pop()
         if node is not None and node not in seen:

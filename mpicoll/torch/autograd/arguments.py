@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpicoll.buffers.ops import OpLike, Premul
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, check_peer, check_rank
+from mpicoll.engine.core.communicator import Communicator, core_of
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.proc_null import PROC_NULL
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 from mpicoll.torch.autograd.linear_map import is_recorded
 from mpicoll.torch.c10d_collectives import convert_reduce_op
@@ -41,13 +44,31 @@ def make_no_gradient_error(operation: str, op: Any, comm: Communicator, remedy: 
     )
 
 
-def resolve_root(operation: str, root: Any, group: Any) -> tuple[Communicator, int]:
+def resolve_root(operation: str, name: str, root: Any, group: Any) -> tuple[Communicator, int]:
+    """Return the communicator of `group`, and `root` as a rank of it. `name` is that of the argument, for errors."""
     comm = communicator(group)
-    return comm, resolve_rank(operation, root, group, comm)
+    return comm, _check_root(core_of(comm), operation, name, _resolve_rank(operation, root, group, comm))
 
 
-def resolve_rank(operation: str, rank: Any, group: Any, comm: Communicator) -> Any:
-    """Convert `rank` to a rank of `comm`. The native operations check the range."""
+def resolve_peer(operation: str, name: str, peer: Any, group: Any, comm: Communicator) -> int | None:
+    """Return `peer` as a rank of `comm`, or None for PROC_NULL. `name` is that of the argument, for errors."""
+    member = peer if peer == PROC_NULL else _resolve_rank(operation, peer, group, comm)
+    found = _check_peer(core_of(comm), operation, name, member)
+    return None if found is PROC_NULL else found
+
+
+@adds_rank_to_errors
+def _check_root(comm: CommunicatorCore, operation: str, name: str, root: Any) -> int:
+    return check_rank(operation, name, root, comm)
+
+
+@adds_rank_to_errors
+def _check_peer(comm: CommunicatorCore, operation: str, name: str, peer: Any) -> int:
+    return check_peer(operation, name, peer, comm)
+
+
+def _resolve_rank(operation: str, rank: Any, group: Any, comm: Communicator) -> Any:
+    """Convert `rank` to a rank of `comm`, without a check of its range."""
     where = f"(rank {comm.rank} of {comm.size})"
     if rank is None:
         raise RankError(f"{operation}: pass a rank, got None {where}")

@@ -105,7 +105,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tens
         >>> mpicoll.torch.autograd.reduce(torch.ones(2), dst=0)  # on one rank
         tensor([1., 1.])
     """
-    comm, root = resolve_root("reduce", dst, group)
+    comm, root = resolve_root("reduce", "dst", dst, group)
     op = convert_op(op, "reduce", tensor)
     weight = require_weight("reduce", op, comm, tensor)
     return apply_linear(
@@ -137,7 +137,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
         >>> mpicoll.torch.autograd.broadcast(torch.ones(2), src=0)  # on one rank
         tensor([1., 1.])
     """
-    comm, root = resolve_root("broadcast", src, group)
+    comm, root = resolve_root("broadcast", "src", src, group)
     return apply_linear(
         tensor,
         lambda x: as_tensor(bcast(x, root, comm=comm)),
@@ -299,7 +299,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
         >>> mpicoll.torch.autograd.gather(torch.ones(2), dst=0)  # on one rank
         (tensor([1., 1.]),)
     """
-    comm, root = resolve_root("gather", dst, group)
+    comm, root = resolve_root("gather", "dst", dst, group)
     rows = tensor.unsqueeze(0)
     to_root, from_root = _make_root_maps(rows, (comm.size, *tensor.shape), root, comm)
     return tuple(apply_linear(rows, to_root, from_root).unbind())
@@ -329,7 +329,7 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
         >>> mpicoll.torch.autograd.scatter([torch.ones(2)], src=0)  # on one rank
         tensor([1., 1.])
     """
-    comm, root = resolve_root("scatter", src, group)
+    comm, root = resolve_root("scatter", "src", src, group)
     if comm.rank == root:
         check_list("scatter", tensors, comm, alike=True)
         rows = torch.stack(list(tensors))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpicoll.collectives import p2p
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.torch.autograd.arguments import resolve_rank
+from mpicoll.torch.autograd.arguments import resolve_peer
 from mpicoll.torch.autograd.linear_map import apply_linear, as_tensor
 from mpicoll.torch.groups import communicator
 from mpicoll.torch.no_compile import disable_compile
@@ -31,8 +31,8 @@ def sendrecv(
 
     Args:
         tensor: the tensor to send.
-        dst: the receiver; None sends nothing, for the end of an open chain.
-        src: the sender; None receives nothing, and the result is zeros.
+        dst: the receiver; None and ``mpicoll.PROC_NULL`` send nothing, for the end of an open chain.
+        src: the sender; None and ``mpicoll.PROC_NULL`` receive nothing, and the result is zeros.
         tag: the tag of the messages, also of the gradients.
         group: the ranks (see the module).
         shape: the shape of the result, by default that of `tensor`.
@@ -48,8 +48,8 @@ def sendrecv(
         tensor([1., 1.])
     """
     comm = communicator(group)
-    to = None if dst is None else resolve_rank("sendrecv", dst, group, comm)
-    origin = None if src is None else resolve_rank("sendrecv", src, group, comm)
+    to = None if dst is None else resolve_peer("sendrecv", "dst", dst, group, comm)
+    origin = None if src is None else resolve_peer("sendrecv", "src", src, group, comm)
     return _exchange(tensor, to, origin, tag, tensor.shape if shape is None else shape, comm)
 
 
@@ -62,7 +62,7 @@ def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
 
     Args:
         tensor: the tensor to send.
-        dst: the receiver.
+        dst: the receiver, or ``mpicoll.PROC_NULL``.
         tag: the tag of the messages.
         group: the ranks (see the module).
 
@@ -84,7 +84,7 @@ def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
         [None, [1.0, 1.0]]
     """
     comm = communicator(group)
-    return _exchange(tensor, resolve_rank("send", dst, group, comm), None, tag, (), comm)
+    return _exchange(tensor, resolve_peer("send", "dst", dst, group, comm), None, tag, (), comm)
 
 
 @disable_compile
@@ -95,7 +95,7 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
 
     Args:
         like: a tensor, whose contents don't matter, and which must require grad if the sent tensor does.
-        src: the sender.
+        src: the sender, or ``mpicoll.PROC_NULL``, from which zeros are received.
         tag: the tag of the messages.
         group: the ranks (see the module).
 
@@ -116,7 +116,7 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
         [None, [1.0, 1.0]]
     """
     comm = communicator(group)
-    return _exchange(like, None, resolve_rank("recv", src, group, comm), tag, like.shape, comm)
+    return _exchange(like, None, resolve_peer("recv", "src", src, group, comm), tag, like.shape, comm)
 
 
 def _exchange(

@@ -118,6 +118,23 @@ class TestRingAttention:
 
         ranks(body)
 
+    def test_under_autocast(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention_block, "_FUSED", None)  # which autocast does not concern
+
+        def body() -> None:
+            for inside in (False, True):
+                tensors = whole(SHAPES[0], mpicoll.world().size, dtype=torch.float32)
+                *inputs, grad = mine(tensors)
+                inputs = [one.requires_grad_() for one in inputs]
+                with torch.autocast("cpu", torch.bfloat16):
+                    result = cp.ring_attention(*inputs, causal=True)
+                with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                    grads = torch.autograd.grad(result, inputs, grad)
+                assert {one.dtype for one in (result, *grads)} == {torch.float32}
+                check([result.detach(), *grads], mine(expected(tensors, causal=True)), TOLERANCE[torch.float32])
+
+        ranks(body)
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_computes_only_what_the_mask_leaves(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, layout: cp.Layout

@@ -27,6 +27,7 @@ from support.parallel_layers import (
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.prune import l1_unstructured
 
 import mpicoll
 from mpicoll.errors import ArgumentError
@@ -131,6 +132,7 @@ def test_what_can_not_be_converted(some: Ranks) -> None:
         tied = Model()
         same = nn.ModuleDict({"a": nn.Linear(4, 4)})
         same["b"] = same["a"]
+        pruned = nn.ModuleDict({"a": l1_unstructured(nn.Linear(4, 4), "weight", 2)})
         wrong: list[tuple[nn.Module, Any, str]] = [
             (Block(), {"fc9": "column"}, "no submodule matches 'fc9'; the submodules are .*'fc1'"),
             (Block(), {"fc1": "columns"}, "'fc1' must become one of .*'column'.*, got 'columns'"),
@@ -142,6 +144,7 @@ def test_what_can_not_be_converted(some: Ranks) -> None:
             (tied, {"embedding": "vocab"}, "'head' shares weight with 'embedding', but no pattern matches it"),
             (tied, {"embedding": "vocab", "head": "row"}, "embedding and head share weight, but it would be sharded"),
             (same, {"b": "row"}, "'b' is the same module as 'a'"),
+            (pruned, {"a": "row"}, r"'a' has the parameters \['weight_orig'\], from which"),
         ]
         for model, plan, message in wrong:
             before = [type(one) for one in model.modules()]

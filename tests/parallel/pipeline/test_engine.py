@@ -86,6 +86,19 @@ class Updates(nn.Module):
         return found
 
 
+class Apart(nn.Module):
+    """Passes on a view of a weight, which it also applies to its input."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        x = x["x"] + x["pair"][0][:, None] if isinstance(x, dict) else x
+        bias = self.linear.bias.sum().expand(len(x))
+        return {"x": torch.tanh(self.linear(x)), "pair": (bias,)}
+
+
 class Frozen(nn.Module):
     """Without gradients in the first half of the model."""
 
@@ -141,7 +154,7 @@ def check_gradients(mine: Sequence[nn.Module], expected: Sequence[nn.Module], fa
                 torch.testing.assert_close(one.grad, other.grad * factor, rtol=1e-12, atol=1e-13, msg=name)
 
 
-KINDS = [Plain, Nested, PassesOn, Updates, Frozen]
+KINDS = [Plain, Nested, PassesOn, Updates, Apart, Frozen]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 1), ("interleaved", 2), ("looped_bfs", 3)]
 
 
@@ -417,40 +430,11 @@ def test_wrong_schedules() -> None:
             PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="fast")
         with pytest.raises(mpicoll.AlgorithmError, match="1f1b has one chunk per stage, got chunks=2"):
             PipelineEngine([Plain(0), Plain(1)], loss_fn, micro_batches=4)
+        for number in (2.0, "3"):
+            with pytest.raises(mpicoll.AlgorithmError, match=f"1f1b: microbatches must be an integer, got {number!r}"):
+                PipelineEngine(Plain(0), loss_fn, micro_batches=number)  # type: ignore[arg-type]
 
     mpicoll.run_local(body, 1)
-
-
-class Apart(nn.Module):
-    """An output that depends on a weight, but not on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, self.weight * 3
-
-
-def test_a_backward_that_cannot_be_split_is_refused() -> None:
-    """Where whole backwards are right, halves would lose the gradient of a weight."""
-
-    class Add(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
-
-    model = [Plain(0), Apart(), Add()]
-    model[0] = nn.Linear(WIDTH, WIDTH)
-
-    def body(schedule: str) -> None:
-        engine = PipelineEngine(model[mpicoll.world().rank], loss_fn, micro_batches=2, schedule=schedule)
-        engine.train_batch(*data(4))
-
-    mpicoll.run_local(body, 3, "1f1b")
-    assert isinstance(model[1], Apart)
-    assert model[1].weight.grad is not None
-    with pytest.raises(mpicoll.ArgumentError, match=r"can't be split.*use a schedule with whole backwards"):
-        mpicoll.run_local(body, 3, "zero_bubble", timeout=10)
 
 
 def test_own_schedules(several: Ranks, own_schedules: None) -> None:
@@ -634,6 +618,25 @@ def test_one_stage_alone_is_never_out_of_step() -> None:
         engine.free()
 
     mpicoll.run_local(body, 1)
+
+
+def test_what_is_not_divided(ranks: Ranks) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: dict[str, Any]) -> Tensor:
+            assert x["ids"] == [1, 2, 3]
+            assert x["none"] is None
+            return x["x"] * x["factor"]
+
+    def body() -> None:
+        world = mpicoll.world()
+        mine = Scaled() if world.rank == 0 else nn.Identity()
+        engine = PipelineEngine(mine, lambda y, t: loss_fn(y, t["t"]) * t["factor"], micro_batches=2, group=world)
+        x, t = data(3)
+        loss = engine.train_batch({"x": x, "factor": 2.0, "ids": [1, 2, 3], "none": None}, {"t": t, "factor": 3})
+        torch.testing.assert_close(loss, loss_fn(x * 2, t) * 3)
+        engine.free()
+
+    ranks(body)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

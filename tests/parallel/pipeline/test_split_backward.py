@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from mpicoll.errors import ArgumentError
 from mpicoll.parallel.pipeline.split_backward import backward_input
 
 
@@ -40,10 +39,26 @@ def test_no_input_on_which_anything_depends() -> None:
     later()
 
 
-def test_weights_that_no_input_leads_to() -> None:
+@pytest.mark.parametrize("used_beside", [False, True])
+def test_an_output_that_depends_on_no_input(used_beside: bool) -> None:
+    x, weight = leaf(1), Parameter(torch.tensor([5.0]))
+    shared = weight.exp()  # saves its result, which both outputs need in their backwards
+    outputs = [(shared * 3).sum(), (x * shared).sum() if used_beside else x.sum()]
+    (came,), later = backward_input(outputs, [torch.tensor(1.0), torch.tensor(2.0)], [x], [weight])
+    assert came is not None
+    torch.testing.assert_close(came, 2 * shared.detach() if used_beside else torch.tensor([2.0]))
+    assert weight.grad is None
+    later()
+    torch.testing.assert_close(weight.grad, (5 if used_beside else 3) * shared.detach())
+
+
+def test_no_output_that_depends_on_an_input() -> None:
     weight = Parameter(torch.tensor([5.0]))
-    with pytest.raises(ArgumentError, match="the backward can't be split"):
-        backward_input([(weight * 2).sum()], [torch.tensor(1.0)], [leaf(3)], [weight])
+    came, later = backward_input([(weight * 2).sum()], [torch.tensor(1.0)], [leaf(3)], [weight])
+    assert came == [None]
+    later()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2]
 
 
 class Model(nn.Module):
