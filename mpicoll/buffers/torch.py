@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -119,36 +120,33 @@ _BFLOAT16_CUDA = BFloat16CudaLibrary()
 def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
     """Return the buffer of a tensor on the CPU or on a CUDA device.
 
-    Raises DeviceError on other devices, and for CUDA tensors without cupy or while a CUDA graph is captured; DTypeError
-    for layouts without plain strides, and for tensors without memory.
+    Waits for the collective whose result `x` is, if that is one of torch's asynchronous functional collectives. Raises
+    DeviceError on other devices, and for CUDA tensors without cupy or while a CUDA graph is captured; DTypeError for
+    layouts without plain strides, and for tensors without memory.
     """
     if not x.is_cpu and not x.is_cuda:
         raise DeviceError(
             f"{operation}: {argument} is on {x.device}; mpicoll takes tensors on the CPU and on CUDA devices: pass"
             f" {argument}.cpu()"
         )
-    if x.layout is not torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
-        raise DTypeError(f"{operation}: {argument} is a {kind} tensor; pass a dense one (to_dense() or dequantize())")
+    kind = find_other_kind(x)
+    if kind is not None:
+        raise DTypeError(
+            f"{operation}: {argument} is a {kind} tensor; pass a dense one (to_dense(), dequantize() or"
+            " to_padded_tensor())"
+        )
+    on = None if x.is_cpu else cuda_device(operation, x.device, argument)
+    if is_pending(x):
+        x = x.trigger_wait()
+    dense = x.detach().resolve_conj().resolve_neg()
+    if not has_memory(dense):
+        raise DTypeError(f"{operation}: {argument} {describe_missing_memory(x)}")
     dtype = _dtype(x.dtype)
     words = x.dtype is torch.bfloat16
     library: TorchLibrary | TorchCudaLibrary
-    if x.is_cpu:
-        dense = x.detach().resolve_conj().resolve_neg()
-        if _is_freed(dense):
-            raise DTypeError(
-                f"{operation}: {argument} has {x.numel()} elements, but no memory: its storage was resized to 0 bytes,"
-                " as FSDP does with parameters that it has sharded"
-            )
+    if on is None:
         view, library = _view(dense, dtype), _BFLOAT16 if words else _TORCH
     else:
-        on = cuda_device(operation, x.device, argument)
-        dense = x.detach().resolve_conj().resolve_neg()
-        if not dense.data_ptr() and dense.numel():
-            raise DTypeError(
-                f"{operation}: {argument} is a {type(x).__name__} that has no memory itself; pass the plain tensor that"
-                " it stands for (of a DTensor, to_local())"
-            )
         view, library = _cuda_view(dense, dtype, on), _BFLOAT16_CUDA if words else _TORCH_CUDA
     if x.is_conj() or x.is_neg():
         # The values were resolved into a copy: writes to it would not reach the caller's tensor.
@@ -179,9 +177,47 @@ def _bfloat16_on(words: Array) -> torch.Tensor:
     return torch.from_numpy(words).view(torch.bfloat16)
 
 
-def _is_freed(x: torch.Tensor) -> bool:
-    """Return True if a CPU tensor with elements has no storage any more. numpy would allocate memory for them."""
-    return not x.untyped_storage().nbytes() and x.numel() > 0
+def find_other_kind(x: torch.Tensor) -> str | None:
+    """Return what a tensor without plain strides is called; None for a dense one."""
+    if x.is_quantized or x.is_nested:
+        return "quantized" if x.is_quantized else "nested"
+    return None if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Return True if the elements of a dense tensor lie in its storage. numpy would allocate other memory for them.
+
+    There are none in a storage that was freed. A tensor that stands for others has no storage, although it may be of
+    the type torch.Tensor, as those within torch.func are.
+    """
+    try:
+        return x.numel() == 0 or x.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def describe_missing_memory(x: torch.Tensor) -> str:
+    """Return what to say about a tensor for which :func:`has_memory` is False."""
+    try:
+        freed = not x.untyped_storage().nbytes()
+    except RuntimeError:
+        freed = False  # it has no storage at all
+    if freed:
+        return (
+            f"has {x.numel()} elements, but no memory: its storage was resized to 0 bytes, as FSDP does with"
+            " parameters that it has sharded"
+        )
+    return (
+        f"is a {type(x).__name__} that has no memory itself; pass the plain tensor that it stands for (of a DTensor,"
+        " to_local()); those of torch.func and FakeTensorMode have no values to pass"
+    )
+
+
+def is_pending(x: torch.Tensor) -> TypeGuard[Any]:
+    """Return True for a result of torch's asynchronous functional collectives, which has memory after the wait."""
+    # Imported if there is such a tensor.
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return isinstance(x, getattr(functional, "AsyncCollectiveTensor", ()))
 
 
 def _find_view(x: torch.Tensor) -> View | None:
@@ -189,7 +225,7 @@ def _find_view(x: torch.Tensor) -> View | None:
     if not x.is_cpu:
         return None
     try:
-        if _is_freed(x) or x.is_neg() or x.is_conj():
+        if not has_memory(x) or x.is_neg() or x.is_conj():
             return None
         if x.dtype is torch.bfloat16:
             return as_array(x.detach().view(torch.uint16)), _bfloat16_on, _bfloat16_on

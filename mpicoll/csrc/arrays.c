@@ -9,6 +9,7 @@
 #include "arrays.h"
 
 #include <string.h>
+#include <sys/auxv.h>
 
 /* --- numpy */
 
@@ -145,13 +146,15 @@ typedef struct {
 enum {
     DLPACK_VERSION = 1,
     ON_CPU = 1,
-    COMPLEX = 5,
-    LEAST_ADDRESS = 64 * 1024 /* below are offsets in a storage that was freed */
+    COMPLEX = 5
 };
 
 static PyTypeObject *torch_type;
 static PyObject *is_neg;
 static int (*find_tensor)(void *object, DlTensor *tensor);
+
+/* Addresses below are offsets in a storage that was freed. Tensors that lie there nevertheless are left to Python. */
+static uintptr_t least_address;
 
 static bool is_contiguous(const DlTensor *tensor)
 {
@@ -181,7 +184,7 @@ static bool find_torch_memory(PyObject *array, bool strided, Memory *memory)
         PyErr_Clear();
         return false;
     }
-    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || (uintptr_t)tensor.data < LEAST_ADDRESS)
+    if (tensor.device.type != ON_CPU || tensor.ndim > DIMENSIONS || (uintptr_t)tensor.data < least_address)
         return false;
     const bool contiguous = is_contiguous(&tensor);
     if (!strided && !contiguous)
@@ -217,6 +220,9 @@ PyObject *set_torch_access(PyObject *module, PyObject *type)
     is_neg = PyObject_GetAttrString(type, "is_neg");
     if (is_neg == NULL)
         return NULL;
+    /* Programs that can't be moved lie low, and the heap follows them. The others, and all else, lie above 4 GiB. */
+    const uintptr_t program = getauxval(AT_PHDR), high = (uintptr_t)1 << 32;
+    least_address = program < high ? program : high;
     find_tensor = exchange->find_tensor;
     torch_type = (PyTypeObject *)Py_NewRef(type);
     Py_RETURN_TRUE;

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
-from mpicoll.buffers.torch import as_array
+from mpicoll.buffers.torch import as_array, has_memory
 from mpicoll.collectives import p2p
 from mpicoll.collectives.arguments import make_query
 from mpicoll.collectives.barrier import NOTHING
@@ -120,12 +120,13 @@ class FastPath:
         op_hash = _SUM_HASH if op is _SUM else hash(op)
         if self._repeat(MISSING, tensor, tensor, "all_reduce", op.__class__, op_hash) is not MISSING:
             return True
-        # Checks of _is_plain are left out if the dtype implies them, or if a tensor without strides or memory raises
-        # RuntimeError below.
+        # Checks of _is_plain are left out if the dtype implies them, or if a tensor without strides raises RuntimeError
+        # below.
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
                 return False
-            tensor.data_ptr()
+            if not has_memory(tensor):
+                return False
             shape = tensor.shape
         except RuntimeError:
             return False
@@ -371,7 +372,9 @@ class FastPath:
             return False
         dtype, shape = "", None
         if tensor is not None:
-            dtype, shape = recognise(collective, tensor).dtype.name, tuple(tensor.shape)
+            # c10d views complex numbers as real ones, and other ranks may make this call through c10d.
+            real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+            dtype, shape = recognise(collective, real).dtype.name, tuple(real.shape)
         counts = (nbytes // blocks,) * blocks if blocks else ()
         arrays = CollectiveArrays(collective, self._comm.rank, counts=counts, root=root)
         choice = choose(make_query(self._comm, arrays, None, nbytes=nbytes), None)
@@ -482,6 +485,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not tensor.is_nested
+        and has_memory(tensor)
     )
 
 

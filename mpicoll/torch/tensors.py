@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.autograd.graph import increment_version
 
+from mpicoll.buffers.torch import describe_missing_memory, find_other_kind, has_memory, is_pending
 from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 Restore: TypeAlias = "Callable[[], None] | None"
@@ -161,6 +162,8 @@ def join_outputs(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch
 
 def _view_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return one flat view of `tensors` if they are adjacent in memory in this order, as chunks of a tensor are."""
+    if not all(map(has_memory, tensors)):
+        return None
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     end = first.data_ptr()
@@ -187,11 +190,14 @@ def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
 
 
 def check_plain(operation: str, *tensors: torch.Tensor) -> None:
-    """Raise DTypeError or DeviceError unless all are dense tensors, on the CPU or on one CUDA device."""
+    """Raise DTypeError or DeviceError unless all are dense tensors with memory, on the CPU or on one CUDA device."""
     for one in tensors:
-        if one.layout is not torch.strided or one.is_quantized:
-            kind = "quantized" if one.is_quantized else one.layout
-            raise DTypeError(f"{operation}: pass dense tensors, got a {kind} one; call to_dense() or dequantize()")
+        kind = find_other_kind(one)
+        if kind is not None:
+            raise DTypeError(
+                f"{operation}: pass dense tensors, got a {kind} one; call to_dense(), dequantize() or"
+                " to_padded_tensor()"
+            )
         if not one.is_cpu and not one.is_cuda:
             raise DeviceError(
                 f"{operation}: a tensor is on {one.device}; mpicoll supports the CPU and CUDA devices; pass cpu()"
@@ -201,6 +207,8 @@ def check_plain(operation: str, *tensors: torch.Tensor) -> None:
                 f"{operation}: one tensor is on {tensors[0].device}, another on {one.device}; all tensors of a call"
                 " must be on the same device"
             )
+        if not has_memory(one) and not is_pending(one):
+            raise DTypeError(f"{operation}: a tensor {describe_missing_memory(one)}")
 
 
 def check_list(operation: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:

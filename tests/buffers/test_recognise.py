@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -224,6 +225,63 @@ def test_torch_tensor_whose_storage_was_freed(dtype: torch.dtype) -> None:
         assert mpicoll.allreduce(x[:0]).numel() == 0
 
     mpicoll.run_local(body, 1)
+
+
+class Standing(torch.Tensor):
+    """What stands for another tensor, as a DTensor does."""
+
+    inner: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*[one.inner if isinstance(one, Standing) else one for one in args], **(kwargs or {}))
+        return stand_for(result) if isinstance(result, torch.Tensor) else result
+
+
+def stand_for(inner: torch.Tensor) -> Standing:
+    made: Standing = torch.Tensor._make_wrapper_subclass(Standing, inner.shape, dtype=inner.dtype)
+    made.inner = inner
+    return made
+
+
+def _within(transform: Callable[..., Any], x: torch.Tensor) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        mpicoll.allreduce(x)
+        return x.sum()
+
+    transform(call)(x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mpicoll.allreduce(stand_for(torch.ones(3))),
+        lambda: mpicoll.allreduce(torch.ones(3), out=stand_for(torch.ones(3))),
+        lambda: mpicoll.allreduce(torch._efficientzerotensor((3,))),
+        lambda: _within(torch.func.vmap, torch.ones(2, 3)),
+        lambda: _within(torch.func.grad, torch.ones(3)),
+        lambda: _within(torch.func.functionalize, torch.ones(3)),
+    ],
+    ids=["subclass", "out", "zeros", "vmap", "grad", "functionalize"],
+)
+def test_torch_tensor_that_stands_for_another(call: Callable[[], Any]) -> None:
+    """numpy would allocate memory for it, although its type may be torch.Tensor."""
+
+    def body() -> None:
+        for _ in range(3):
+            mpicoll.allreduce(torch.ones(3))
+        with pytest.raises(DTypeError, match=r"allreduce: (x|out) is a \w+ that has no memory itself.*to_local"):
+            call()
+
+    mpicoll.run_local(body, 1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_torch_tensor(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(DTypeError, match=r"op: x is a nested tensor.*to_padded_tensor"):
+        recognise("op", x)
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])

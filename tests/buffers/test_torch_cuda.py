@@ -192,7 +192,8 @@ def test_other_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_tensor_without_memory_is_refused() -> None:
     """Such as a DTensor, whose address is 0."""
     x = cuda(torch.ones(3))
-    x.memory = type("Nothing", (), {"address": 0})()
+    nothing = {"address": 0, "data_ptr": lambda _: 0, "nbytes": lambda _: x.nbytes}
+    x.memory = type("Nothing", (), nothing)()
     with pytest.raises(DTypeError, match=r"op: x is a CudaTensor that has no memory itself.*to_local"):
         buffer_of(x)
     assert buffer_of(cuda(torch.ones(0))).array.size == 0

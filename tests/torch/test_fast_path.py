@@ -297,6 +297,57 @@ def test_calls_that_lose_shared_memory_are_counted_once(monkeypatch: pytest.Monk
     assert (core.shm_failed_reason, core.queue.number) == ("there is no memory", begun + 3)
 
 
+@pytest.mark.extension
+def test_complex_numbers_may_lie_otherwise_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d makes real numbers of those that the fast path does not take, and ranks without shared memory compare their
+    calls."""
+    group, rank, size = dist.new_group(), dist.get_rank(), dist.get_world_size()
+
+    def share(nbytes: int) -> NoReturn:
+        raise mpicoll.CommunicationError("there is no memory")
+
+    monkeypatch.setattr(core_of(operations(group).comm).transport, "share", share)
+    x = torch.full((size, 2), complex(rank, 1))
+    mine = x if rank == 0 else x.t().contiguous().t()
+    cast, gathered, exchanged = mine.clone(), torch.zeros(size * size, 2, dtype=x.dtype), torch.zeros_like(x)
+    mpicoll.torch.broadcast(cast, 0, group)
+    mpicoll.torch.all_gather_into_tensor(gathered, mine, group)
+    mpicoll.torch.all_to_all_single(exchanged, mine, group=group)
+    everyone = torch.stack([torch.full((size, 2), complex(other, 1)) for other in range(size)])
+    assert torch.equal(cast, everyone[0])
+    assert torch.equal(gathered, everyone.flatten(0, 1))
+    assert torch.equal(exchanged, everyone[:, 0])
+
+
+@pytest.mark.parametrize("offset", [0, 5, 100_000])
+def test_a_tensor_whose_storage_was_freed_is_refused(offset: int) -> None:
+    """Also where a call like it has been prepared: its address is its offset, and numpy would allocate memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def freed(count: int) -> torch.Tensor:
+        made = torch.ones(offset + count)[offset:]
+        made.untyped_storage().resize_(0)
+        return made
+
+    calls: list[Callable[[Make], object]] = [
+        lambda make: mpicoll.torch.all_reduce(make(2)),
+        lambda make: mpicoll.torch.broadcast(make(2), 0),
+        lambda make: mpicoll.torch.reduce(make(2), 0),
+        lambda make: mpicoll.torch.all_gather_into_tensor(torch.zeros(2 * size), make(2)),
+        lambda make: mpicoll.torch.all_gather_into_tensor(make(2 * size), torch.ones(2)),
+        lambda make: mpicoll.torch.reduce_scatter_tensor(make(2), torch.ones(2 * size)),
+        lambda make: mpicoll.torch.all_to_all_single(torch.zeros(size), make(size)),
+        lambda make: dist.all_gather([torch.zeros(2)] * size, make(2)),
+        lambda make: dist.isend(make(2), rank),
+    ]
+    for call in calls[:-1]:
+        for _ in range(3):
+            call(torch.ones)
+    for call in calls:
+        with pytest.raises(mpicoll.DTypeError, match=r"\d elements, but no memory"):
+            call(freed)
+
+
 def test_groups_of_one_rank() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     fast_path = operations(alone).get_fast_path()

@@ -18,6 +18,8 @@ The rules that follow from it:
   order. So make the calls on one thread per rank, and run the same ``backward`` calls on all ranks.
 * All functions can be differentiated twice or more often. With ``create_graph=True`` every rank records the same
   collectives, even where its own loss is linear or constant and another's is not.
+* ``backward`` and ``torch.autograd.grad`` take one gradient at a time: the transforms of torch.func (``grad``,
+  ``vmap``), derivatives in forward mode and batches of gradients are not supported, and raise errors.
 * Without a tensor that requires grad, or under ``torch.no_grad()``, they are plain collectives. Integers and bool have
   no gradient. Gradients of complex tensors follow torch's convention.
 

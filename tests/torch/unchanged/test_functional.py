@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ pytestmark = [
     pytest.mark.mpi,
     pytest.mark.timeout(30),
     # New names came with torch 2.13; the old ones are those of all versions.
-    pytest.mark.filterwarnings("ignore:`torch.distributed._functional_collectives:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
 ]
 
 OPS = {
@@ -138,6 +140,45 @@ def test_in_two_dimensions(four_ranks: None, rank: int) -> None:
     _close(functional.all_reduce(parts[rank], "sum", (mesh, 0)), parts[down].sum(0))
     gathered = functional.all_gather_tensor(parts[rank], 0, (mesh, 1))
     assert torch.equal(gathered, parts[across].flatten(0, 1))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_results_are_waited_for_by_other_collectives(rank: int, size: int, async_op: bool) -> None:
+    """As inputs, and as outputs, which receive the values of what they stand for."""
+    total = size * (size + 1) // 2
+
+    def start(*shape: int) -> Tensor:
+        result = functional.all_reduce(torch.full(shape, rank + 1.0), "sum", dist.group.WORLD)
+        assert isinstance(result, functional.AsyncCollectiveTensor)
+        return result
+
+    def check(call: Callable[..., dist.Work | None], got: Sequence[Tensor], *want: float) -> None:
+        work = call()
+        if work is not None:
+            work.wait()
+        for one, value in zip(got, want, strict=True):
+            assert torch.equal(one.clone(), torch.full(one.shape, float(value)))
+
+    # later turns are repeated calls
+    for _ in range(3):
+        x = start(3)
+        check(lambda x=x: dist.all_reduce(x, async_op=async_op), [x], total * size)
+        x = start(2, 3)
+        check(lambda x=x: dist.all_reduce(x[1:], async_op=async_op), x, total, total * size)
+        x = start(3)  # gloo changes it on other ranks as well
+        check(lambda x=x: dist.reduce(x, 0, async_op=async_op), [x][rank:], *[total * size][rank:])
+        many = [start(3), start(2)]
+        check(lambda x=many: dist.all_reduce_coalesced(x, async_op=async_op), many, total * size, total * size)
+        x, y = start(size * 3), torch.zeros(size * 3)
+        check(lambda x=x: dist.all_gather_into_tensor(x, torch.ones(3), async_op=async_op), [x], 1)
+        check(lambda y=y: dist.all_gather_into_tensor(y, start(3), async_op=async_op), [y], total)
+        x, y = start(3), torch.zeros(3)
+        check(lambda x=x: dist.reduce_scatter_tensor(x, torch.ones(3 * size), async_op=async_op), [x], size)
+        check(lambda y=y: dist.reduce_scatter_tensor(y, start(3 * size), async_op=async_op), [y], total * size)
+        x, y = [start(3) for _ in range(size)], [torch.zeros(3) for _ in range(size)]
+        check(lambda x=x: dist.all_gather(x, torch.full((3,), float(rank)), async_op=async_op), x, *range(size))
+        check(lambda y=y: dist.all_gather(y, start(3), async_op=async_op), y, *[total] * size)
+        check(lambda x=x: dist.broadcast(x[0], size - 1, async_op=async_op), x[:1], 0)
 
 
 def test_many_at_a_time(rank: int, size: int) -> None:
