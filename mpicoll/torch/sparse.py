@@ -46,9 +46,10 @@ def all_reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any) -> Task:
                 event.wait()
             exchange()
             # The result's memory was allocated on this thread's stream and is used on the caller's.
+            result = tensor.detach()
             for one in streams:
-                own._indices().record_stream(one)
-                own._values().record_stream(one)
+                result._indices().record_stream(one)
+                result._values().record_stream(one)
 
     def exchange() -> None:
         mine = own.coalesce()

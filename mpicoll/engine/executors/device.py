@@ -163,6 +163,7 @@ class DeviceContext:
         if isinstance(order, str):
             return order
         self._order = order
+        self._peers.follow_last = order.follow_last
         return None
 
     def find_order(self, reduction: Reduction | None) -> stream_order.StreamOrder | None:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
+from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.executors.stream_order import release_memory
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
@@ -82,6 +83,8 @@ class PeerMemory:
         # References that keep allocations open during the current operation.
         self._used: list[DeviceArray] = []
         self._substitutes: dict[int, DeviceArray] = {}
+        self.follow_last: Callable[[], None] = do_nothing
+        """Has the work that this thread submits next begin after all submitted collectives, which use substitutes."""
         with open_lock:
             register_opened(self)
 
@@ -172,6 +175,7 @@ class PeerMemory:
         return True
 
     def _get_substitute(self, which: int, array: DeviceArray) -> DeviceArray:
+        self.follow_last()
         nbytes, words = array.nbytes, np.dtype(np.uint8)
         memory = self._substitutes.get(which)
         if memory is None or memory.nbytes < nbytes:

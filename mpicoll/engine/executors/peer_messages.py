@@ -296,6 +296,11 @@ class Announced:
             source = whole[begin : begin + self.nbytes].view(target.dtype).reshape(target.shape)
             on = target.on if isinstance(target, DeviceArray) else messages.device
             with on.working(events):
+                if on is not messages.device and not target.flags.c_contiguous:
+                    # Kernels of this device can't read what is open for another one; plain copies can.
+                    fetched = on.empty(source.size, source.dtype).reshape(source.shape)
+                    on.copy(fetched, source)
+                    source = fetched
                 on.copy(target, source)
         finally:
             self.drop()

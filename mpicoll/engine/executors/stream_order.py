@@ -180,10 +180,8 @@ class SubmittedCollectives:
         self._pending.append(completion)
         _monitor.watch(self)
         with device.submitting(after):
-            thread = _this_thread.token
-            if self._last is not None and self._last_thread is not thread:
-                # Words have to be written in the order of their numbers, and substitutes to be used in it.
-                self._last.follow()
+            # Words have to be written in the order of their numbers.
+            self.follow_last()
             try:
                 function(*args)
             finally:
@@ -191,8 +189,13 @@ class SubmittedCollectives:
                 completion.number = self._number
                 self._kept = []
                 self._record(completion)
-                self._last, self._last_thread = completion, thread
+                self._last, self._last_thread = completion, _this_thread.token
         return completion
+
+    def follow_last(self) -> None:
+        """Have the work that this thread submits next begin when the last collective is complete."""
+        if self._last is not None and self._last_thread is not _this_thread.token:
+            self._last.follow()
 
     def _record(self, completion: Completion) -> None:
         try:

@@ -266,6 +266,31 @@ def test_a_communicator_on_other_devices(
     assert announcements[True]
 
 
+def test_messages_to_another_device_of_the_receiver(
+    cuda: ModuleType, arrays: Cupy, announcements: Counter[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of that device can't read what was opened for another one: what a kernel fills is fetched by a copy."""
+    monkeypatch.setenv("FAKECUDA_DEVICES", "2")
+    monkeypatch.setattr(fake_cuda.fakecuda.memory, "peers", set())
+
+    def main() -> None:
+        rank, other, _ = neighbours()
+        connect(arrays)
+        request = mpicoll.isend(arrays.put(values(rank)), other)
+        with cuda.cuda.Device(1):
+            out = arrays.put(np.zeros((8, 2, COUNT // 8), np.float32))
+            place = out[:, 1].T
+            mpicoll.recv(source=other, out=place)
+            np.testing.assert_array_equal(arrays.get(place), values(other).reshape(place.shape))
+            assert not arrays.get(out)[:, 0].any()
+        request.wait()
+        mpicoll.barrier()
+
+    mpicoll.run_local(main, 2, timeout=60)
+    assert announcements[True]
+    assert not announcements[False]
+
+
 def test_probe_tells_the_size_of_the_message(several: Ranks, arrays: Cupy) -> None:
     def main() -> None:
         connect(arrays)

@@ -227,6 +227,39 @@ def test_each_stream_gets_its_result(several: Ranks, cuda: ModuleType) -> None:
     several(body)
 
 
+def test_substitutes_are_used_in_order(several: Ranks, cuda: ModuleType) -> None:
+    """A call for which the host waits, on another stream and thread, does not overwrite the substitute that an earlier
+    call has not read yet."""
+
+    def lend(values: np.ndarray) -> Any:
+        made = cuda.ndarray(values.shape, values.dtype, memptr=cuda.cuda.malloc_async(values.nbytes))
+        made[...] = cuda.asarray(values)
+        return made
+
+    def body() -> None:
+        world = mpicoll.world()
+        total = mpicoll.Op(lambda a, b: a + b, commutative=True, elementwise=True)
+        ranks = sum(range(world.size))
+        with own_stream(cuda) as first:
+            mpicoll.allreduce(lend(np.zeros(64)), algorithm="ipc")
+            for turn in range(3):
+                x, y = lend(np.full(64, world.rank + turn, np.float64)), lend(np.full(64, 1000.0))
+                first.synchronize()
+                hold = Hold(cuda) if world.rank == world.size - 1 else None
+                one = mpicoll.allreduce(x, algorithm="ipc")
+                for _ in range(20):  # what does not have to wait has been done then
+                    assert not order_of()._pending[-1].done() or world.size == 1
+                with own_stream(cuda):
+                    request = mpicoll.iallreduce(y, total, algorithm="ipc")
+                    time.sleep(0.1)
+                    if hold is not None:
+                        hold.let_go()
+                    assert (cuda.asnumpy(request.wait()) == 1000 * world.size).all()
+                assert (cuda.asnumpy(one) == ranks + turn * world.size).all()
+
+    several(body)
+
+
 def test_functions_of_the_caller_and_other_algorithms(several: Ranks, cuda: ModuleType) -> None:
     """The host waits for these, and for what was submitted before."""
 
