@@ -361,6 +361,7 @@ def test_children_of_a_rank_do_not_disturb_it(scratch: Path) -> None:
         ({"args": 3}, mpicoll.ArgumentError, r"a single one is args=\(x,\)"),
         ({"args": (threading.Lock(),)}, mpicoll.ArgumentError, "cannot pickle .*lock.*; create such objects inside fn"),
         ({"timeout": 0}, mpicoll.ArgumentError, "timeout must be a positive number"),
+        ({"timeout": "1"}, mpicoll.ArgumentError, "timeout must be a positive number of seconds or None, got '1'"),
         ({"timeout": 3, "join": False}, mpicoll.ArgumentError, "pass it to the context's join"),
     ],
 )

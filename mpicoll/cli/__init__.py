@@ -7,10 +7,13 @@ returns the exit status. ``add`` imports nothing heavy, so that ``--help`` stays
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from mpicoll import __version__
 from mpicoll.errors import MpicollError
@@ -20,6 +23,9 @@ COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "study", "algorithms",
 
 _CLOSED_PIPE = 141
 """Exit status where the reader of stdout has closed it: what a shell reports for a program that SIGPIPE has ended."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write for which there is no room."""
 
 _OVERVIEW = """\
 mpicoll {version}
@@ -44,6 +50,8 @@ mpicoll COMMAND --help describes a command with all its options.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: this program's arguments) and return its exit status."""
+    if sys.stdout is None:  # `>&-`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  until the program ends
     try:
         try:
             status = _run(sys.argv[1:] if argv is None else list(argv))
@@ -54,15 +62,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if launch_env.is_launched(os.environ):
             raise
-        # The reader of stdout wants no more of it, such as head. What is left must not fail again at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _discard_output()  # its reader wants no more of it, such as head
         return _CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in _FULL or launch_env.is_launched(os.environ):
+            raise
+        with suppress(OSError):
+            _flush_output()
+        _discard_output()
+        sys.stderr.write(f"mpicoll: the output can't be written: {error.strerror}\n")
+        return 2
     return status
 
 
 def _flush_output() -> None:
-    # The interpreter would do so at its exit, where nothing can catch the error. There may be no stdout (`>&-`).
-    print(end="", flush=True)
+    # The interpreter would do so at its exit, where nothing can catch the error.
+    sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    # What is left must not fail again at the exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _run(words: Sequence[str]) -> int:

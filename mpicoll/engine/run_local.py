@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
 from mpicoll.engine.core.registry import Options, Registry
+from mpicoll.engine.core.request import seconds
 from mpicoll.engine.world import local_world, set_local_world
-from mpicoll.errors import CommunicationError, RankError, RankFailed
+from mpicoll.errors import ArgumentError, CommunicationError, RankError, RankFailed
 from mpicoll.transport import local
 
 
@@ -47,7 +49,8 @@ def run_local(
         The result of each rank; None for a killed one.
 
     Raises:
-        RankError: `size` is less than 1.
+        ArgumentError: `function` is no function, or `timeout` no positive number.
+        RankError: `size` is not a number of at least 1.
         Exception: The exception of the rank that failed first. One that only reports the failure of another rank is
             raised only if there are no others.
 
@@ -55,8 +58,7 @@ def run_local(
         >>> mpicoll.run_local(lambda: mpicoll.allreduce(mpicoll.world().rank), 4)
         [6, 6, 6, 6]
     """
-    if size < 1:
-        raise RankError(f"run_local: size must be at least 1, got {size}")
+    size, timeout = _validate(function, size), seconds("run_local", timeout)
     checks = Options.parse(config().check)
     job = local.LocalJob(size, faults, timeout)
     results: list[Any] = [None] * size
@@ -106,6 +108,19 @@ def run_local(
             error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results
+
+
+def _validate(function: Any, size: Any) -> int:
+    """Validate the arguments, and return the number of ranks."""
+    if not callable(function):
+        raise ArgumentError(f"run_local: function must be a function that each rank calls, got {function!r}")
+    try:
+        size = operator.index(size)
+    except TypeError:
+        raise RankError(f"run_local: size must be a number of ranks, got {size!r}") from None
+    if size < 1:
+        raise RankError(f"run_local: size must be at least 1, got {size}")
+    return int(size)
 
 
 def _run_all(threads: Sequence[threading.Thread]) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
@@ -223,7 +224,7 @@ def spawn(
     )
 
 
-def _validate(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: float | None) -> int:
+def _validate(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: Any) -> int:
     """Validate the arguments, and return the number of ranks."""
     if not callable(fn):
         raise ArgumentError(f"spawn: fn must be a function that takes a rank and args, got {type(fn).__name__}")
@@ -241,7 +242,7 @@ def _validate(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, ti
         raise ArgumentError(
             "spawn: timeout bounds a job that is joined; with join=False, pass it to the context's join"
         )
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (isinstance(timeout, Real) and float(timeout) > 0):
         raise ArgumentError(f"spawn: timeout must be a positive number of seconds or None, got {timeout!r}")
     return size
 

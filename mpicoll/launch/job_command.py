@@ -28,7 +28,7 @@ _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 _VERSION_TIMEOUT = 20.0
 """Seconds in which a launcher prints its version."""
 
-_SHM_PER_RANK = 17 << 20
+SHM_PER_RANK = 17 << 20
 """Bytes that Open MPI takes for each rank in /dev/shm."""
 
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -113,7 +113,7 @@ def _replace_small_shm(environ: Mapping[str, str], size: int) -> dict[str, str]:
         room = os.statvfs("/dev/shm")
     except OSError:
         return {}
-    if room.f_bavail * room.f_frsize >= size * _SHM_PER_RANK:
+    if room.f_bavail * room.f_frsize >= size * SHM_PER_RANK:
         return {}
     names = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
     return {name: tempfile.gettempdir() for name in names if name not in environ}

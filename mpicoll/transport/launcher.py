@@ -348,6 +348,10 @@ def suggest_link(mpich: str) -> str:
 
 
 def tail(text: str, count: int) -> str:
-    """Return the last lines of a process's output as one line, without lines that only frame them."""
+    """Return the last lines of a process's output as one line, without lines that only frame them; or the error that
+    Open MPI has stated first, of which they list the consequences."""
+    stated = re.search(r"^\[\S+:\d+\] (Error: .+)$", text, re.MULTILINE)
+    if stated is not None:
+        return stated[1].strip()
     lines = [line.strip() for line in text.splitlines()]
     return " ".join([line for line in lines if line.strip("-= ") and "***" not in line][-count:]) or "no output"

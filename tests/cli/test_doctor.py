@@ -400,6 +400,11 @@ def test_a_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 _ROOT = "mpirun has detected an attempt to run as root."
 _SLOTS = "There are not enough slots available in the system. You can use the --map-by :OVERSUBSCRIBE option"
+_NO_HOME = (
+    r"[node-1:42] Error: Unable to get the user home directory\n---\nIt looks like opal_init failed for some"
+    r" reason;\n\n  mca_base_var_init failed\n  --> Returned value -1 instead of OPAL_SUCCESS\n---\n"
+    r"Failed initializing opal: -1\n"
+)
 _AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 _MORE = "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
 
@@ -434,8 +439,14 @@ _MORE = "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
         ),
         ([f"echo '{_ROOT}' >&2; exit 1"], "problem", f"`mpirun -np 4 python` fails: {_ROOT}", ""),
         (["echo 'it is broken' >&2; exit 1"], "problem", "`mpirun -np 4 python` fails: it is broken", ""),
+        (
+            [f"printf '{_NO_HOME}' >&2; exit 1"],
+            "problem",
+            "`mpirun -np 4 python` fails: Error: Unable to get the user home directory",
+            "",
+        ),
     ],
-    ids=["works", "root", "slots", "both", "root-all-the-same", "broken"],
+    ids=["works", "root", "slots", "both", "root-all-the-same", "broken", "no-home"],
 )
 def test_the_command_of_the_user(
     lines: list[str], state: str, value: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -535,13 +546,17 @@ def test_memory_that_is_not_shared() -> None:
 
 
 def test_shared_memory_that_is_full_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def room(free: int) -> os.statvfs_result:
-        return os.statvfs_result((4096, 4096, 16384, free, free, 0, 0, 0, 0, 255))
+    def room(free: int, total: int = 16384) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, total, free, free, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", lambda path: room(16384))
     assert machine.check_shm() == Finding("machine", "/dev/shm", "ok", "64 MiB, of which 64 MiB are free")
     monkeypatch.setattr(os, "statvfs", lambda path: room(1))
     assert machine.check_shm().state == "problem"
+    monkeypatch.setattr(os, "statvfs", lambda path: room(256, 256))
+    small = machine.check_shm()
+    assert (small.state, small.value) == ("not there", "1 MiB, of which 1 MiB are free")
+    assert "mpicoll run" in small.remedy
 
     def nowhere(path: str) -> Any:
         raise FileNotFoundError(2, "No such file or directory")

@@ -259,6 +259,35 @@ def test_a_reader_that_has_closed_stdout(words: str) -> None:
     assert (done.stderr, done.returncode) == ("", 128 + signal.SIGPIPE)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["", "algorithms list", "algorithms list --json"])
+def test_a_full_device_at_stdout(words: str, unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpicoll", *words.split()],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stderr == "mpicoll: the output can't be written: No space left on device\n"
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("words", ["", "algorithms list", "algorithms list --json", "completion bash"])
+def test_no_stdout(words: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "mpicoll", *words.split()],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 def test_an_overview_without_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It names each command, with words that its parser takes, and fits a terminal, also in a version between tags."""
     monkeypatch.setattr(cli, "__version__", "10.10.10.dev1000+g0123456789ab.d20261129")

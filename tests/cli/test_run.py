@@ -176,7 +176,7 @@ def test_hosts_of_pbs_and_lsf(tmp_path: Path, launchers: dict[str, str], monkeyp
 def test_a_small_dev_shm(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "find_library", lambda: MpiLibrary(OPEN_MPI_5, "/lib/libmpi.so", "4.1"))
     room = os.statvfs("/dev/shm")
-    enough = room.f_bavail * room.f_frsize // job_command._SHM_PER_RANK
+    enough = room.f_bavail * room.f_frsize // job_command.SHM_PER_RANK
     name = "OMPI_MCA_btl_sm_backing_directory"
     assert name not in make_job_command({}, ["prog"], max(enough, 1)).variables
     assert name in make_job_command({}, ["prog"], enough + 1).variables

@@ -31,6 +31,15 @@ def test_size(size: int) -> None:
         mpicoll.run_local(lambda: None, size)
 
 
+def test_wrong_arguments() -> None:
+    with pytest.raises(mpicoll.RankError, match="run_local: size must be a number of ranks, got '2'"):
+        mpicoll.run_local(lambda: None, "2")  # type: ignore[arg-type]
+    with pytest.raises(mpicoll.ArgumentError, match="run_local: function must be a function that each rank calls"):
+        mpicoll.run_local(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(mpicoll.ArgumentError, match="run_local: timeout must be a positive number of seconds"):
+        mpicoll.run_local(lambda: None, 2, timeout="1")  # type: ignore[arg-type]
+
+
 def test_an_invalid_setting_is_an_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOLL_CHECK", "bogus")
     config.cache_clear()

@@ -8,9 +8,10 @@ from typing import Any
 
 from mpicoll.cli import formatting
 from mpicoll.cli.doctor.findings import Finding, FindingState
+from mpicoll.launch.job_command import SHM_PER_RANK
 
-_SMALL = 1 << 20
-"""Bytes of free space below which /dev/shm counts as full."""
+_NEEDED = 2 * SHM_PER_RANK
+"""Bytes that the smallest job takes in /dev/shm."""
 
 
 def check_machine(job: dict[str, Any]) -> Iterator[Finding]:
@@ -47,6 +48,12 @@ def check_shm() -> Finding:
         return Finding("machine", "/dev/shm", "not there", f"{error.strerror}", "MPI takes files in TMPDIR instead")
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{formatting.nbytes(total)}, of which {formatting.nbytes(free)} are free"
-    if free < _SMALL:
+    if total < _NEEDED:
+        remedy = (
+            f"Open MPI takes {formatting.nbytes(SHM_PER_RANK)} for each rank there, and is slower without: enlarge it"
+            " (--shm-size=1g of docker); or start jobs by mpicoll run, which names another directory"
+        )
+        return Finding("machine", "/dev/shm", "not there", text, remedy)
+    if free < _NEEDED:
         return Finding("machine", "/dev/shm", "problem", text, "remove what ended programs have left there")
     return Finding("machine", "/dev/shm", "ok", text)
