@@ -77,3 +77,40 @@ def test_calls_hold_their_queue() -> None:
     del calls
     gc.collect()
     assert collected() is None
+
+
+@pytest.mark.extension
+def test_objects_that_were_not_initialised() -> None:
+    """Python may make them, as a constructor that fails before it calls that of its base class does."""
+    from mpicoll._shm import Collective, NeighbourCollective, QueueLock, Steps
+
+    steps = Steps.__new__(Steps)
+    for use in (
+        steps.step,
+        steps.catch_up,
+        steps.step_failed,
+        steps.abandon,
+        steps.find_unseen_call,
+        lambda: steps.step_signature(1),
+        lambda: steps.post(1),
+        lambda: steps.set_slots([], 0, 0, 0),
+        lambda: steps.set_processes([]),
+        lambda: steps.add_segment(1, [], 0),
+    ):
+        with pytest.raises(ValueError, match="not initialised"):
+            use()
+    assert steps.list_late_ranks() == steps.list_unusable_ranks() == steps.list_signatures() == []
+    memory = bytearray(Steps.count_flag_bytes(1))
+    steps.__init__(memory, 0, 1, False)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="initialised twice"):
+        steps.__init__(memory, 1, 2, False)  # type: ignore[misc]
+    assert (steps.rank, steps.size) == (0, 1)
+    steps.step()
+    collective = Collective.__new__(Collective)
+    with pytest.raises(ValueError, match="there is no sort"):
+        collective.__init__(steps, "sort", "sum", "int64", 8, [1], 0, 1, False, 1)  # type: ignore[misc]
+    for one in (collective, *(kind.__new__(kind) for kind in (Collective, NeighbourCollective))):
+        for carry_out in (one.carry_out, one.run):
+            with pytest.raises(TypeError, match="initialised"):
+                carry_out(None, None)
+    assert QueueLock.__new__(QueueLock).acquire()

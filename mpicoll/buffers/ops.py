@@ -14,7 +14,7 @@ from mpicoll.buffers.device import DeviceArray, check_same_place, device_of, emp
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.host import WORDS
 from mpicoll.buffers.recognise import recognise
-from mpicoll.errors import DTypeError
+from mpicoll.errors import ArgumentError, DTypeError
 from mpicoll.extension import find_fold
 from mpicoll.named_tuple import NamedTuple
 from mpicoll.ufuncs import UFUNCS
@@ -28,8 +28,8 @@ class Op:
 
     Args:
         function: Takes two arrays of the library of the call's input (numpy arrays for numpy, tensors for torch) and
-            returns their combination, of the same shape and dtype; it must not change its arguments. It is applied as
-            ``function(lower ranks, higher ranks)``.
+            returns their combination, of the same shape and dtype. It may write to its arguments, and return one of
+            them. It is applied as ``function(lower ranks, higher ranks)``.
         commutative: Allows algorithms that change the order.
         elementwise: Declares that elements are treated independently, so that pieces of an array can be reduced
             separately. Otherwise the function always receives whole arrays, which rules out the algorithms that split
@@ -56,6 +56,10 @@ class Op:
         elementwise: bool = False,
         name: str = "user",
     ) -> None:
+        if not callable(function):
+            raise ArgumentError(
+                f"Op: function must combine two arrays, got {function!r}; the name of an operation is passed as op="
+            )
         for field, value in zip(Op.__slots__, (commutative, elementwise, function, name), strict=True):
             object.__setattr__(self, field, value)
 
@@ -226,10 +230,13 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
     def combine(left: Array, right: Array, out: Array) -> None:
         # Pieces of an elementwise function are flat; other functions must receive the shape that the caller passed.
         view = shape if left.size == whole else left.shape
+        # The function may write to its arguments. The operand that is not replaced may be another rank's, or be read
+        # again.
+        first, second = (one if one is out else _copy(one) for one in (left, right))
         device = device_of(out)
         if device is not None:
             device.synchronize()  # the function may use other streams
-        value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
+        value = op.function(wrap(first.reshape(view)), wrap(second.reshape(view)))
         result = _storage(operation, value, out)
         # Functions on arrays of a foreign byte order return the native one.
         same = result.dtype == dtype.storage or (dtype.kind != "half" and result.dtype == dtype.work)

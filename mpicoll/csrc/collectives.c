@@ -697,6 +697,8 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
         layout.largest = nbytes[block] > layout.largest ? nbytes[block] : layout.largest;
     }
     int status = PyErr_Occurred() ? -1 : plan(one, name, &layout, (size_t)piece, flat != 0);
+    if (status < 0)
+        one->run = NULL; /* it can't be carried out */
     if (one->trials != NULL)
         begin_trials(one->trials, layout.total);
     PyMem_Free(nbytes);
@@ -802,8 +804,8 @@ static int run_on_arrays(
     const Collective *one, PyObject *const *args, Py_ssize_t nargs,
     int (*run)(const Collective *, const char *, char *))
 {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "Collective: source and target are needed");
+    if (nargs != 2 || one->run == NULL) {
+        PyErr_SetString(PyExc_TypeError, "Collective: source and target are needed, and an initialised object");
         return -1;
     }
     Py_buffer from = {0}, to = {0};
@@ -827,9 +829,9 @@ static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nar
 {
     const Collective *one = (Collective *)self;
     Steps *steps = one->steps;
-    const uint32_t begin = steps->step;
+    const uint32_t begin = steps == NULL ? 0 : steps->step;
     int status = run_on_arrays(one, args, nargs, carry_out_collective);
-    if (status < 0 && steps->step == begin && !steps->unusable) {
+    if (status < 0 && one->run != NULL && steps->step == begin && !steps->unusable) {
         /* The arguments are invalid: the other ranks must not wait for this one. */
         end_failed(steps);
     }

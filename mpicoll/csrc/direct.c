@@ -707,11 +707,11 @@ int read_uneven_blocks(const Collective *one, const char *source, char *target, 
 
 PyObject *add_segment(PyObject *self, PyObject *args)
 {
-    Steps *steps = (Steps *)self;
+    Steps *steps = as_steps(self);
     long long number;
     PyObject *addresses;
     Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "LOn", &number, &addresses, &nbytes))
+    if (steps == NULL || !PyArg_ParseTuple(args, "LOn", &number, &addresses, &nbytes))
         return NULL;
     if (PySequence_Size(addresses) != steps->size)
         return PyErr_Format(PyExc_ValueError, "Steps: a segment has an address for each rank");
@@ -762,7 +762,9 @@ PyObject *find_segment(PyObject *self, PyObject *argument)
 
 PyObject *set_processes(PyObject *self, PyObject *processes)
 {
-    Steps *steps = (Steps *)self;
+    Steps *steps = as_steps(self);
+    if (steps == NULL)
+        return NULL;
     if (PySequence_Size(processes) != steps->size)
         return PyErr_Format(PyExc_ValueError, "Steps: there is a process of each rank");
     int *made = calloc((size_t)steps->size, sizeof(int));

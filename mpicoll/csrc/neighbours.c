@@ -568,7 +568,6 @@ static int init_neighbour_collective(PyObject *self, PyObject *args, PyObject *k
         return -1;
     }
     base->steps = (Steps *)Py_NewRef(steps);
-    base->run = exchange;
     base->signature = (uint32_t)signature;
     base->itemsize = 1;
     base->source_bytes = (size_t)source_bytes;
@@ -582,6 +581,7 @@ static int init_neighbour_collective(PyObject *self, PyObject *args, PyObject *k
     if (read_memories(one, addresses) < 0 || read_rounds(one, rounds) < 0)
         return -1;
     base->step_count = (uint32_t)one->round_count + 1;
+    base->run = exchange; /* only now it can be carried out */
     return 0;
 }
 

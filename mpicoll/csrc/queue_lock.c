@@ -8,21 +8,22 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static int init_lock(PyObject *self, PyObject *args, PyObject *keywords)
+static PyObject *make_lock(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
-    QueueLock *lock = (QueueLock *)self;
     if (!PyArg_ParseTuple(args, ""))
-        return -1;
-    if (lock->wake != NULL)
-        return 0;
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    QueueLock *lock = (QueueLock *)allocate(type, 0);
+    if (lock == NULL)
+        return NULL;
     lock->wake = PyThread_allocate_lock();
     if (lock->wake == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        Py_DECREF((PyObject *)lock);
+        return PyErr_NoMemory();
     }
     PyThread_acquire_lock(lock->wake, NOWAIT_LOCK);
-    return 0;
+    return (PyObject *)lock;
 }
 
 static void dealloc_lock(PyObject *self)
@@ -112,7 +113,7 @@ static PyMemberDef members[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_doc, "QueueLock()\n--\n\nThe lock of a communicator's operations, and their number."},
-    {Py_tp_init, init_lock},
+    {Py_tp_new, make_lock},
     {Py_tp_dealloc, dealloc_lock},
     {Py_tp_methods, methods},
     {Py_tp_members, members},

@@ -955,27 +955,37 @@ static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
     Steps *steps = (Steps *)self;
     (void)keywords;
     PyObject *memory, *members = NULL;
-    int has_own_core;
-    if (!PyArg_ParseTuple(
-            args, "Oiip|O!", &memory, &steps->rank, &steps->size, &has_own_core, &PyTuple_Type, &members))
+    int rank, size, has_own_core;
+    if (!PyArg_ParseTuple(args, "Oiip|O!", &memory, &rank, &size, &has_own_core, &PyTuple_Type, &members))
         return -1;
-    steps->has_own_core = has_own_core != 0;
-    if (steps->flags != NULL || steps->size < 1 || steps->rank < 0 || steps->rank >= steps->size) {
+    if (steps->flags != NULL || size < 1 || rank < 0 || rank >= size) {
         PyErr_SetString(PyExc_ValueError, "Steps: invalid rank or size, or initialised twice");
         return -1;
     }
     if (PyObject_GetBuffer(memory, &steps->memory, PyBUF_WRITABLE) < 0)
         return -1;
     size_t shift = -(uintptr_t)steps->memory.buf & (LINE - 1);
-    if ((size_t)steps->memory.len < shift + (size_t)steps->size * (RANK_BYTES + RING * TEXT_BYTES)) {
+    if ((size_t)steps->memory.len < shift + (size_t)size * (RANK_BYTES + RING * TEXT_BYTES)) {
         PyBuffer_Release(&steps->memory);
-        PyErr_Format(PyExc_ValueError, "Steps: %zd bytes are too few for %d ranks", steps->memory.len, steps->size);
+        PyErr_Format(PyExc_ValueError, "Steps: %zd bytes are too few for %d ranks", steps->memory.len, size);
         return -1;
     }
+    steps->rank = rank;
+    steps->size = size;
+    steps->has_own_core = has_own_core != 0;
     steps->flags = (char *)steps->memory.buf + shift;
     steps->signature = 1;
     steps->unreadable_rank = steps->waiting = -1;
     return members == NULL ? 0 : set_members(steps, members);
+}
+
+Steps *as_steps(PyObject *self)
+{
+    Steps *steps = (Steps *)self;
+    if (steps->flags != NULL)
+        return steps;
+    PyErr_SetString(PyExc_ValueError, "Steps: not initialised");
+    return NULL;
 }
 
 static void dealloc_steps(PyObject *self)
@@ -1008,11 +1018,11 @@ static PyObject *count_flag_bytes(PyObject *type, PyObject *args)
 
 static PyObject *set_slots(PyObject *self, PyObject *args)
 {
-    Steps *steps = (Steps *)self;
+    Steps *steps = as_steps(self);
     PyObject *addresses;
     unsigned long long even, odd;
     Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "OKKn", &addresses, &even, &odd, &nbytes))
+    if (steps == NULL || !PyArg_ParseTuple(args, "OKKn", &addresses, &even, &odd, &nbytes))
         return NULL;
     if (PySequence_Size(addresses) != 2 * (Py_ssize_t)steps->size) {
         PyErr_SetString(PyExc_ValueError, "Steps: two slots are needed for each rank");
@@ -1041,15 +1051,16 @@ static PyObject *set_slots(PyObject *self, PyObject *args)
 static PyObject *step(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    return sync_ranks((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    Steps *steps = as_steps(self);
+    return steps == NULL || sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *step_signature(PyObject *self, PyObject *signature)
 {
     unsigned long value = PyLong_AsUnsignedLong(signature);
-    if (value == (unsigned long)-1 && PyErr_Occurred())
+    Steps *steps = as_steps(self);
+    if (steps == NULL || (value == (unsigned long)-1 && PyErr_Occurred()))
         return NULL;
-    Steps *steps = (Steps *)self;
     steps->signature = (uint32_t)value;
     steps->first = steps->step;
     return sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
@@ -1058,19 +1069,24 @@ static PyObject *step_signature(PyObject *self, PyObject *signature)
 static PyObject *catch_up_method(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    return catch_up((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    Steps *steps = as_steps(self);
+    return steps == NULL || catch_up(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *step_failed(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    return sync_failed((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    Steps *steps = as_steps(self);
+    return steps == NULL || sync_failed(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *abandon(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    abandon_operation((Steps *)self);
+    Steps *steps = as_steps(self);
+    if (steps == NULL)
+        return NULL;
+    abandon_operation(steps);
     Py_RETURN_NONE;
 }
 
@@ -1158,7 +1174,9 @@ static PyObject *read_call(PyObject *self, PyObject *argument)
 static PyObject *find_unseen_call(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    Steps *steps = (Steps *)self;
+    Steps *steps = as_steps(self);
+    if (steps == NULL)
+        return NULL;
     if (steps->unusable || look_ahead(steps) == 0)
         Py_RETURN_NONE;
     const Kept *kept = &steps->kept[(steps->seen + 1) % RING];
@@ -1167,7 +1185,9 @@ static PyObject *find_unseen_call(PyObject *self, PyObject *unused)
 
 static PyObject *post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    Steps *steps = (Steps *)self;
+    Steps *steps = as_steps(self);
+    if (steps == NULL)
+        return NULL;
     if (nargs > POSTED)
         return PyErr_Format(PyExc_ValueError, "Steps: at most %d numbers are posted in a step", POSTED);
     if (catch_up(steps) < 0)

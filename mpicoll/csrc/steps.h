@@ -161,6 +161,9 @@ int sync_failed(Steps *steps);
  * receivers expect. Raises the error. */
 void raise_row_mismatch(Steps *steps);
 
+/* Return the steps of a Python object; NULL with an exception if it was not initialised, and has no memory. */
+Steps *as_steps(PyObject *self);
+
 void release_gil(Steps *steps);
 void acquire_gil(Steps *steps);
 

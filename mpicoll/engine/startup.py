@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.queue_errors import describe_error
 from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
@@ -376,7 +377,8 @@ def _finish_pending(watch: Watchdog, owner: int) -> None:
         for operation in () if watch.peers.fault_tolerant else queue.unreported_failures():
             operation.reported = True
             watch.abort.announce(
-                f"exits though {operation} failed, and its error was not retrieved: {operation.error}; the job is ended"
+                f"exits though {operation} failed, and its error was not retrieved: {describe_error(operation.error)};"
+                " the job is ended"
             )
             watch.abort.abort_all(1)
     sinks.remove(add_failure)

@@ -71,6 +71,11 @@ def test_functions_have_no_identity_whatever_they_are_called(name: str) -> None:
     assert ops.identity(_ready(function, name), dtypes.of_numpy(dtype_of(name))) is None
 
 
+def test_an_op_needs_a_function() -> None:
+    with pytest.raises(mpicoll.ArgumentError, match="Op: function must combine two arrays, got 'sum'; the name of an"):
+        mpicoll.Op("sum")  # type: ignore[arg-type]
+
+
 def test_user_function_sees_lower_ranks_on_the_left() -> None:
     seen = []
 
@@ -99,6 +104,22 @@ def test_user_function_sees_the_shape_of_the_call_and_pieces_flat() -> None:
     reduction.combine(np.zeros(4), np.ones(4), np.zeros(4))
     assert shapes == [(2, 3), (4,)]
     assert out.shape == (6,)
+
+
+def test_user_function_that_writes_to_its_arguments() -> None:
+    """The operand that the result does not replace may lie in the memory of another rank."""
+
+    def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        total = a + b
+        a[:] = b[:] = -1
+        return total
+
+    reduction = _ready(function, "int64", (2,))
+    for swap in (False, True):
+        out, other = np.array([1, 2]), np.array([3, 4])
+        reduction.combine(*((other, out) if swap else (out, other)), out)
+        assert out.tolist() == [4, 6]
+        assert other.tolist() == [3, 4]
 
 
 def test_bare_functions_are_assumed_to_be_nothing_special() -> None:

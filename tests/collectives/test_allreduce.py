@@ -200,6 +200,31 @@ def test_user_function_on_a_dtype_that_only_moves(ranks: Ranks) -> None:
     ranks(body)
 
 
+@pytest.mark.parametrize("writes_to", [0, 1])
+def test_function_that_writes_to_an_argument(ranks: Ranks, writes_to: int) -> None:
+    """As ``a += b; return a`` does. In shared memory an argument may be the data of another rank."""
+
+    def add(*operands: np.ndarray) -> np.ndarray:
+        operands[writes_to][...] = operands[0] + operands[1]
+        return operands[writes_to]
+
+    def body() -> None:
+        world = mpicoll.world()
+        op = mpicoll.Op(add, commutative=True, elementwise=True)
+        total = world.size * (world.size + 1) // 2
+        for name in (None, *mpicoll.schedules.algorithms_of("allreduce"), "shm_flat", "shm_pipelined"):
+            for count in (5, 20_000):
+                x = np.full(count, world.rank + 1)
+                try:
+                    got = mpicoll.allreduce(x, op, algorithm=name)
+                except mpicoll.AlgorithmError:
+                    continue  # the ranks share no memory
+                np.testing.assert_array_equal(got, np.full(count, total), f"{name}")
+                np.testing.assert_array_equal(x, np.full(count, world.rank + 1), f"{name}")
+
+    ranks(body)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_nan_is_extreme(ranks: Ranks, dtype: str) -> None:
     """As for minloc and maxloc, and as in numpy; whichever rank has it, and whatever the algorithm."""

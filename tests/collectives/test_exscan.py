@@ -49,3 +49,20 @@ def test_out_of_the_first_rank_is_left_alone_where_there_is_no_identity(ranks: R
         assert (out == (7 if rank == 0 else 2 ** (2 * rank - 1))).all()
 
     ranks(body)
+
+
+def test_function_that_writes_to_its_first_argument(ranks: Ranks) -> None:
+    """It is the result of this rank, and what the next rank gets is made of it."""
+
+    def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a += b
+        return a
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+        for name in (None, *mpicoll.schedules.algorithms_of("exscan")):
+            got = mpicoll.exscan(np.full(3, rank + 1), add, algorithm=name)
+            if rank > 0:
+                assert got.tolist() == [rank * (rank + 1) // 2] * 3
+
+    ranks(body)

@@ -18,10 +18,19 @@ from mpicoll.engine.diagnostics.flight_recorder import Record, Sink
 Starter = Callable[..., "CompletedProcess[str]"]
 
 
+class _Mute(Exception):
+    """An exception of a program that has no text."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
 class RecordedWatchdog:
     """What `_finish_pending` uses of a watchdog with one queue, and `sinks`; the abort of the job is an exception."""
 
-    def __init__(self, *, drained: bool = True, failure: Record | None = None, unretrieved: str = "") -> None:
+    def __init__(
+        self, *, drained: bool = True, failure: Record | None = None, unretrieved: Exception | None = None
+    ) -> None:
         self.calls: list[str] = []
         self.waits = self.abort = self
         self.peers = SimpleNamespace(fault_tolerant=False, dead=set)
@@ -68,9 +77,13 @@ FAILED: Any = (None, None, "an error")
     [
         (RecordedWatchdog(drained=False), "exits while <the queue> holds operations"),
         (RecordedWatchdog(failure=FAILED), "exits while <the queue> holds operations"),
-        (RecordedWatchdog(unretrieved="no memory"), "its error was not retrieved: no memory; the job is ended"),
+        (
+            RecordedWatchdog(unretrieved=ValueError("no memory")),
+            "its error was not retrieved: ValueError: no memory; the job is ended",
+        ),
+        (RecordedWatchdog(unretrieved=_Mute()), "its error was not retrieved: _Mute; the job is ended"),
     ],
-    ids=["not complete", "failed meanwhile", "not retrieved"],
+    ids=["not complete", "failed meanwhile", "not retrieved", "without a text"],
 )
 def test_operations_that_fail_at_exit_are_announced(
     watch: RecordedWatchdog, announced: str, monkeypatch: pytest.MonkeyPatch

@@ -549,8 +549,11 @@ class OperationQueue:
         if not earlier:
             return error
         earlier[0].reported = True
+        failure = earlier[0].error
+        assert failure is not None
         shown = CommunicationError(
-            f"{error}. Before, {earlier[0]}, rank {self.group.rank}, failed in the background: {earlier[0].error}"
+            f"{error}. Before, {earlier[0]}, rank {self.group.rank}, failed in the background:"
+            f" {describe_error(failure)}"
         )
         shown.__cause__ = error
         return shown

@@ -10,8 +10,12 @@ from mpicoll.errors import CommunicatorError, Timeout, TruncationError
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the name of the exception's class, and its text."""
-    return f"{type(error).__name__}: {error}"
+    """Return the name of the exception's class, and its text if that can be made."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:  # noqa: BLE001  it is the program's code that makes the text
+        return name
 
 
 def name_and_number(entry: EntryTuple) -> str:

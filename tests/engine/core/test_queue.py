@@ -49,6 +49,10 @@ def fail() -> None:
     raise ZeroDivisionError("of the operation")
 
 
+def lose() -> None:
+    raise mpicoll.CommunicationError("lost")
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what happens on another thread."""
     deadline = time.monotonic() + 20
@@ -297,6 +301,23 @@ def test_a_failure_is_raised_at_each_wait(queue: OperationQueue) -> None:
             job.wait(timeout)
     assert after.wait(20) == "still runs"
     assert job.test()
+
+
+def test_a_failure_whose_text_can_not_be_made(queue: OperationQueue) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def mute() -> None:
+        raise Mute
+
+    with pytest.raises(Mute):
+        queue.run(mute, WHAT)
+    with pytest.raises(Mute):
+        queue.submit(mute, WHAT).wait(20)
+    unretrieved = queue.submit(mute, WHAT)
+    with pytest.raises(mpicoll.CommunicationError, match=rf"^lost\. Before, {re.escape(str(unretrieved))}, .*: Mute$"):
+        queue.run(lose, WHAT)
 
 
 def test_failures_are_explained() -> None:
