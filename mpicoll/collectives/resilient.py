@@ -49,7 +49,8 @@ def resilient(
             again if a step is repeated.
         state: the same on all ranks, before and after each step: numpy arrays, numbers, torch tensors, modules and
             optimizers (objects with ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts,
-            lists and tuples of these. After a death it is restored in place if possible.
+            lists and tuples of these. After a death it is restored in place if possible, and the gradients of torch's
+            parameters are set to None.
         steps: the number of steps, the same on all ranks, as are all arguments.
         comm: the communicator. If it is the default, :func:`mpicoll.world` is the communicator of the survivors
             afterwards.

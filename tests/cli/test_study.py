@@ -155,9 +155,13 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             "--servers 4 leaves no worker on 3 ranks",
         ),
         (["--seconds", "0"], "--ranks-per-node and --seconds must be more than 0"),
+        (["--seconds", "nan"], "--ranks-per-node and --seconds must be more than 0"),
     ):
         assert main(["study", "sync", *words]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["study", "sync", "--servers", "two"])
+    assert "'two' is not a list of numbers such as 2,4" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match="a single rank has nothing to synchronise"):
         job.main(0, job.Measurements(("ring",), (1,), (8,), 0.01, False))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

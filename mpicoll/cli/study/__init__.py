@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     methods.check_names(names)
     if args.page is not None:
         formatting.require_matplotlib()
-    if args.ranks_per_node < 1 or args.seconds <= 0:
+    if args.ranks_per_node < 1 or not args.seconds > 0:
         raise ArgumentError("study sync: --ranks-per-node and --seconds must be more than 0")
     launched = launch_env.is_launched(os.environ)
     if launched and args.ranks is not None:
@@ -153,7 +153,10 @@ def _predict(args: argparse.Namespace, names: tuple[str, ...], progress: bool) -
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4") from None
     if numbers[0] < 1:
         raise argparse.ArgumentTypeError(f"{text} has a number below 1")
     return numbers

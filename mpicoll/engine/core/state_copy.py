@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,11 @@ def take_snapshot(state: Any) -> Any:
 
 def restore(saved: Any, state: Any) -> Any:
     """Restore `state` to `saved`, a snapshot of it or of its counterpart on another rank. Return `state`, changed
-    in place where possible, otherwise a copy of `saved`."""
+    in place where possible, otherwise a copy of `saved`. Parameters have no gradients then."""
     if isinstance(saved, _StateDict):
         # load_state_dict may keep references to its argument.
         state.load_state_dict(copy.deepcopy(saved.state))
+        _drop_gradients(_list_parameters(state))
         return state
     if type(saved) is dict:
         live = state if type(state) is dict else {}
@@ -60,12 +62,27 @@ def restore(saved: Any, state: Any) -> Any:
         return state
     if hasattr(saved, "detach") and hasattr(state, "detach") and _is_compatible(saved, state):
         state.detach().copy_(saved)
+        _drop_gradients([state])
         return state
     return take_snapshot(saved)
 
 
 def _has_state_dict(state: Any) -> bool:
     return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+
+
+def _list_parameters(state: Any) -> list[Any]:
+    """Return the parameters of a module or of an optimizer of torch; none of another object."""
+    if hasattr(state, "param_groups"):
+        return [one for group in state.param_groups for one in group["params"]]
+    return list(state.parameters()) if hasattr(state, "named_parameters") else []
+
+
+def _drop_gradients(parameters: Iterable[Any]) -> None:
+    """Drop what a step that was abandoned has left: the next backward pass would add to it."""
+    for one in parameters:
+        if getattr(one, "requires_grad", False):
+            one.grad = None
 
 
 def _is_compatible(saved: Any, state: Any) -> bool:

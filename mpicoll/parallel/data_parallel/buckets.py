@@ -8,7 +8,7 @@ which parameters there is a gradient on any rank, and whether a rank has joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,11 +73,29 @@ class Bucket:
         """Let parameters without a gradient on this rank have the reduced one if any rank has one. Return True if a
         rank has joined."""
         if self._absent and not joined:
-            present = self.flags[:-1].cpu()
-            for number in self._absent:
-                if present[number] != 0:
-                    self.parameters[number].grad = self.views[number]
+            for number in set(self._absent).difference(self.list_unused()):
+                self.parameters[number].grad = self.views[number]
         return bool(self.flags[-1] != 0)
+
+    def list_unused(self) -> list[int]:
+        """Return the parameters, by their numbers in the bucket, for which no rank has a gradient; after the
+        reduction."""
+        if not self._absent:
+            return []
+        present = self.flags[:-1].cpu()
+        return [number for number in self._absent if present[number] == 0]
+
+    def copy_absent(self, errors: Tensor) -> dict[int, Tensor]:
+        """Return copies of those of `errors`, one for each element, whose parameters have no gradient on this rank."""
+        parts = errors.split([one.numel() for one in self.parameters])
+        return {number: parts[number].clone() for number in self._absent}
+
+    def restore_unused(self, errors: Tensor, kept: Mapping[int, Tensor]) -> None:
+        """Undo what a step has done to the `errors` of parameters for which no rank has a gradient: what was sent of
+        them is dropped. `kept` are copies from before the step."""
+        parts = errors.split([one.numel() for one in self.parameters])
+        for number in self.list_unused():
+            parts[number].copy_(kept[number])
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

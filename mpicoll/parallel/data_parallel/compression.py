@@ -99,6 +99,7 @@ class HalfExchange:
     @torch.no_grad()
     def start(self) -> Waits:
         gradients = self._bucket.gradients
+        kept = self._bucket.copy_absent(self._error)
         gradients.add_(self._error)
         self._sent.copy_(self._bucket.flat)
         torch.sub(gradients, self._sent[: self._bucket.numel], out=self._error)
@@ -107,6 +108,7 @@ class HalfExchange:
         self._plan.start()
         yield self._plan.wait
         self._bucket.flat.copy_(self._sent)
+        self._bucket.restore_unused(self._error, kept)
 
 
 class TopKExchange:
@@ -124,19 +126,21 @@ class TopKExchange:
         self._flags = torch.empty_like(bucket.flags)
         index = torch.int32 if bucket.numel < 1 << 31 else torch.int64
         self._parts = (self._count, bucket.flat.dtype), (self._count, index), (len(bucket.flags), torch.uint8)
-        self.nbytes = sum(_align(count * dtype.itemsize) for count, dtype in self._parts)
+        self._alignment = max(8, bucket.flat.element_size())
+        self.nbytes = sum(self._align(count * dtype.itemsize) for count, dtype in self._parts)
         self._sent = torch.zeros(self.nbytes, dtype=torch.uint8, device=bucket.flat.device)
         self._received = self._sent.new_empty(comm.size * self.nbytes)
         self._plan = allgather_init(self._sent, out=self._received, comm=comm)
 
     @torch.no_grad()
     def start(self) -> Waits:
+        kept = self._bucket.copy_absent(self._error)
         self._error.add_(self._bucket.gradients)
         chosen = self._error.abs().topk(self._count, sorted=False).indices
         values, indices, flags = self._split(self._sent)
         values.copy_(self._error[chosen])
         indices.copy_(chosen)
-        flags.copy_(self._bucket.flags)
+        flags.copy_(self._bucket.flags.real)
         self._error[chosen] -= values
         # An element that is not finite would stay.
         self._error.nan_to_num_(0, 0, 0)
@@ -151,14 +155,14 @@ class TopKExchange:
         self._sum.mul_(self._scale)
         if self._sum is not self._bucket.gradients:
             self._bucket.gradients.copy_(self._sum)
+        self._bucket.restore_unused(self._error, kept)
 
     def _split(self, message: Tensor) -> list[Tensor]:
         parts, start = [], 0
         for count, dtype in self._parts:
             parts.append(message[start : start + count * dtype.itemsize].view(dtype))
-            start += _align(count * dtype.itemsize)
+            start += self._align(count * dtype.itemsize)
         return parts
 
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8
+    def _align(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment

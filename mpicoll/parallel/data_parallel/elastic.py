@@ -62,7 +62,7 @@ class TorchState:
         self._commits += 1
 
     def restore(self) -> None:
-        """Return to the last commit of this rank, or to the initial values."""
+        """Return to the last commit of this rank, or to the initial values. Gradients are set to None."""
         vars(self).update(state_copy.restore(self._saved, self._collect()))
 
     def sync(self, group: Any = None) -> None:

@@ -33,13 +33,15 @@ class PowerSGDExchange:
         self._rest: list[Tensor] = [bucket.flags]
         self._matrices: list[Tensor] = []
         ranks = []
-        for part, view in zip(parts, bucket.views, strict=True):
+        self._numbers: list[int] = []
+        for number, (part, view) in enumerate(zip(parts, bucket.views, strict=True)):
             # Rows in the order of memory, which differs from that of dimensions in a transposed parameter.
             rows = view.shape[view.stride().index(max(view.stride()))] if view.dim() > 1 else 0
             columns = part.numel() // rows if rows else 0
             low = min(rank, rows, columns)
             if 0 < low * (rows + columns) < part.numel() and not part.is_complex():
                 self._matrices.append(part.view(rows, columns))
+                self._numbers.append(number)
                 ranks.append(low)
             else:
                 self._rest.append(part)
@@ -86,10 +88,15 @@ class PowerSGDExchange:
             one.copy_(part)
         self._second.start()
         yield self._second.wait
-        for matrix, error, p, q in zip(self._matrices, self._errors, self._ps, self._qs, strict=True):
+        unused = self._bucket.list_unused()
+        for number, matrix, error, p, q in zip(
+            self._numbers, self._matrices, self._errors, self._ps, self._qs, strict=True
+        ):
             product = p @ q.t()
             matrix.copy_(product)
-            error.sub_(product, alpha=self._share)
+            # Where no rank has a gradient, the product is dropped.
+            if number not in unused:
+                error.sub_(product, alpha=self._share)
             # What is not finite would stay so in all later steps.
             error.nan_to_num_(0, 0, 0)
             q.nan_to_num_(0, 0, 0)

@@ -22,8 +22,10 @@ class ArrayModel:
                     f"Worker: {name!r} must be a numpy array of real floating-point numbers, got"
                     f" {array.dtype if isinstance(array, np.ndarray) else type(array).__name__}"
                 )
-            if not (array.flags.c_contiguous and array.flags.writeable):
-                raise ArgumentError(f"Worker: array {name!r} must be contiguous and writable; pass a copy")
+            if not (array.flags.c_contiguous and array.flags.writeable and array.dtype.isnative):
+                raise ArgumentError(
+                    f"Worker: array {name!r} must be contiguous, writable and in native byte order; pass a copy"
+                )
         self._arrays = list(arrays.values())
         self._names = list(arrays)
         self.specs = tuple(

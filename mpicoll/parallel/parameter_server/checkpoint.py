@@ -221,6 +221,8 @@ def _restore(updater: TorchUpdater, state: dict[str, Any]) -> None:
                 # Each part has its own.
                 entries[entry] = value.clone() if isinstance(value, Tensor) else value
     for group in [] if updater.optimizer is None else updater.optimizer.param_groups:
+        if not group["params"]:
+            continue  # all of them are on other servers
         name = updater.spec_of(next(iter(group["params"]))).name
         for option in group:
             if option not in ("params", "param_names"):

@@ -141,7 +141,7 @@ class ModuleModel:
     def sum_of_squares(self, gradient: Any) -> float:
         """Return the sum of the squares of a gradient."""
         values = gradient[1] if isinstance(gradient, tuple) else gradient
-        return float(torch.linalg.vector_norm(values, dtype=torch.float64) ** 2)
+        return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float64)) ** 2)
 
     # --- weights
 

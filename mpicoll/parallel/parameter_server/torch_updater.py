@@ -58,6 +58,12 @@ class TorchUpdater:
         self.scheduler = None if make_scheduler is None or self.optimizer is None else make_scheduler(self.optimizer)
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, cut=cut)
+            left_out = [name for name, one in named if id(one) not in self._group_of]
+            if left_out:
+                raise ArgumentError(
+                    f"ParameterServer: the optimizer does not have {left_out[0]!r}; it must have all parameters that it"
+                    " gets: on the workers, set requires_grad of those to False that are not to be updated"
+                )
 
     def list_parts(self) -> list[tuple[TensorSpec, Part, nn.Parameter]]:
         """Return the tensor, the part of it and the parameter of each part."""
@@ -94,7 +100,7 @@ class TorchUpdater:
 
     @staticmethod
     def sum_of_squares(gradient: Tensor) -> float:
-        return float(torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2)
+        return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float64)) ** 2)
 
     @staticmethod
     def join(pieces: list[Tensor]) -> Tensor:

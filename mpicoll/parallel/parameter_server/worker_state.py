@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
@@ -56,7 +57,7 @@ class WorkerState:
         self._buckets = buckets
         self._sparse = [index for index, bucket in enumerate(buckets) if bucket.sparse]
         self._dense = [index for index, bucket in enumerate(buckets) if not bucket.sparse]
-        self._arriving: dict[int, list[Pending]] = {}
+        self._arriving: OrderedDict[int, list[Pending]] = OrderedDict()
         self._sends: dict[int, Transfer] = {}
         self._unanswered: list[int] = []
         self._wanted_rows: dict[int, Array] = {}
@@ -133,6 +134,8 @@ class WorkerState:
             self._recv(self.rows[index].view(np.uint8), tag_of(index, Payload.PUSHED_ROWS)),
             self._recv(self.gradients[index], tag_of(index, Payload.GRADIENT)),
         ]
+        # Before the next gradients of dense buckets, which the worker may send only after it has these weights.
+        self._arriving.move_to_end(index, last=False)
 
     def has_arrived(self) -> bool:
         """Return True if the push was announced and all of it has arrived."""

@@ -38,7 +38,8 @@ def gradient(shape: Any, rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize("op", ["avg", "sum"])
 @pytest.mark.parametrize("name", ["top_k", "power_sgd"])
 def test_nothing_is_lost(several: Ranks, name: str, op: str) -> None:
-    """The results of all steps, and the errors that the ranks have left, add up to the gradients of all steps."""
+    """The results of all steps, and the errors that the ranks have left, add up to the gradients of all steps, also of
+    those in which no rank has one for the matrix."""
 
     def body() -> None:
         world = mpicoll.world()
@@ -46,12 +47,15 @@ def test_nothing_is_lost(several: Ranks, name: str, op: str) -> None:
         expected = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
         for step in range(6):
             optimizer.zero_grad()
-            (matrix * gradient(matrix.shape, world.rank, step)).sum().backward()
+            is_used = step not in (2, 4)
+            if is_used:
+                (matrix * gradient(matrix.shape, world.rank, step)).sum().backward()
+                for rank in range(world.size):
+                    expected -= gradient(matrix.shape, rank, step).double()
             if world.rank == 0:
                 bias.sum().backward()  # no gradient on other ranks
             optimizer.step()
-            for rank in range(world.size):
-                expected -= gradient(matrix.shape, rank, step).double()
+            assert (matrix.grad is not None) == is_used
         exchange: Any = optimizer._reducer._exchanges[0]  # type: ignore[union-attr]
         error = exchange._errors[0] if name == "power_sgd" else exchange._error[: matrix.numel()].view(matrix.shape)
         left = mpicoll.allreduce(error.double())
@@ -68,14 +72,16 @@ def test_nothing_is_lost(several: Ranks, name: str, op: str) -> None:
 
 @pytest.mark.parametrize(("name", "digit"), [("fp16", 2.0**-10), ("bf16", 2.0**-7)])
 def test_half_precision(several: Ranks, name: str, digit: float) -> None:
-    """A quarter of the last digit is rounded off in each step, and sent in every fourth one."""
+    """A quarter of the last digit is rounded off in each step, and sent in every fourth one in which any rank has a
+    gradient."""
 
     def body() -> None:
         matrix, bias, optimizer = make_optimizer(KINDS[name])
         for _ in range(16):
-            optimizer.zero_grad()
-            ((matrix.sum() + bias.sum()) * (1 + digit / 4)).backward()
-            optimizer.step()
+            for one in ((matrix, bias), (matrix,), (bias,)):
+                optimizer.zero_grad()
+                (sum(part.sum() for part in one) * (0.5 + digit / 8)).backward()
+                optimizer.step()
         for one in (matrix, bias):
             torch.testing.assert_close(one, torch.full_like(one, -16 - 4 * digit), rtol=0, atol=digit)
 
@@ -149,6 +155,20 @@ def test_top_k_of_16_bits(dtype: torch.dtype) -> None:
         exchange: Any = optimizer._reducer._exchanges[0]  # type: ignore[union-attr]
         assert exchange._error.dtype is torch.float32
         assert exchange._error.tolist() == [0, 2050]
+
+    mpicoll.run_local(body, 2)
+
+
+def test_top_k_of_complex_numbers() -> None:
+    def body() -> None:
+        weight = nn.Parameter(torch.ones(8, dtype=torch.complex128))
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=Compression.top_k(0.5))
+        (weight * torch.tensor([2j] * 4 + [1j] * 4).conj()).sum().abs().backward()
+        optimizer.step()
+        optimizer.close()
+        assert weight.grad is not None
+        assert weight.grad[4:].tolist() == [0] * 4
+        torch.testing.assert_close(weight.grad[:4].abs(), torch.full((4,), 2.0, dtype=torch.float64))
 
     mpicoll.run_local(body, 2)
 

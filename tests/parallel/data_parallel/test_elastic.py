@@ -12,6 +12,7 @@ from torch import nn
 
 import mpicoll
 from mpicoll.parallel import DistributedOptimizer, elastic
+from mpicoll.transport.local import Kill
 
 
 def make_state() -> Any:
@@ -105,6 +106,68 @@ def test_reset_goes_on_with_other_ranks(several: Ranks) -> None:
         assert len({str(one) for one in mpicoll.allgather_object(values_of(state), comm=part)}) == 1
 
     several(body)
+
+
+STEPS = 6
+
+
+def run_resilient(state: Any, loss: Any) -> None:
+    def step(state: Any, number: int, comm: mpicoll.Communicator) -> None:
+        loss().backward()
+        for one in state["model"].parameters():
+            mpicoll.allreduce(one.grad, out=one.grad, comm=comm)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+    mpicoll.resilient(step, {"model": state.model, "optimizer": state.optimizer}, STEPS)
+
+
+def run_elastic(state: Any, loss: Any) -> None:
+    state.optimizer = DistributedOptimizer(state.optimizer, op="sum")
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while state.epoch < STEPS:
+            loss().backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.epoch += 1
+            state.commit()
+
+    train(state)
+
+
+def run_tensor(state: Any, loss: Any) -> None:
+    """A tensor in the state, without a module."""
+    weight = state.model.weight
+
+    def step(state: Any, number: int, comm: mpicoll.Communicator) -> None:
+        loss().backward()
+        mpicoll.allreduce(weight.grad, out=weight.grad, comm=comm)
+        with torch.no_grad():
+            weight.sub_(0.1 * weight.grad)
+        weight.grad = None
+
+    mpicoll.resilient(step, {"weight": weight}, STEPS)
+
+
+@pytest.mark.parametrize(("train", "sends"), [(run_resilient, 3), (run_elastic, 9), (run_tensor, 3)])
+def test_gradients_of_an_abandoned_step_do_not_count(train: Any, sends: int) -> None:
+    """Where the program sets gradients to None at the end of a step."""
+
+    def body() -> Any:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        state: Any = elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), epoch=0)
+        # The sum of the gradients does not depend on the number of ranks.
+        train(state, lambda: model(torch.ones(1, 2)).square().sum() / mpicoll.world().size)
+        return model.weight.detach()
+
+    expected = mpicoll.run_local(body, 1)[0]
+    found = mpicoll.run_local(body, 3, faults=[Kill(2, sends)], timeout=20)
+    assert found[2] is None
+    for one in found[:2]:
+        torch.testing.assert_close(one, expected)
 
 
 def test_names(some: Ranks) -> None:

@@ -288,6 +288,7 @@ ONE = {"w": np.zeros(3)}
         ((ONE, ONE), [{"mode": "ssp", "staleness": None}], "staleness must be an integer, got None"),
         ((ONE, ONE), [{"staleness": 2}], 'staleness= needs mode="ssp"'),
         (({"w": np.zeros(3, complex)}, ONE), [{}], "real floating-point numbers, got complex128"),
+        (({"w": np.zeros(3, ">f8")}, ONE), [{}], "array 'w' must be contiguous, writable and in native byte order"),
         (({"w": np.zeros(3, int)}, ONE), [{}], "'w' must be a numpy array of real floating-point numbers, got int64"),
     ],
 )

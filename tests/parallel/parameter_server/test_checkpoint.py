@@ -66,6 +66,35 @@ def test_training_continues_with_another_number_of_servers(tmp_path: Path, befor
         torch.testing.assert_close(state[f"model.{name}"], value, rtol=0, atol=0)
 
 
+def test_a_group_without_parameters_on_a_server(tmp_path: Path) -> None:
+    """The bias is on the first of two servers."""
+
+    def body(load: bool) -> Any:
+        rank = mpicoll.world().rank
+        if rank < 2:
+            with ParameterServer(optimizer=make_groups) as server:
+                if load:
+                    server.load(tmp_path / "saved")
+                else:
+                    server.update_model()
+                    server.save(tmp_path / "saved")
+            return [group["lr"] for group in server._updater.optimizer.param_groups if group["params"]]
+        module = torch.nn.Linear(8, 1)
+        with Worker(module) as worker:
+            if not load:
+                module(torch.ones(1, 8)).sum().backward()
+                worker.push_gradients()
+            return worker.get_weights()["weight"]
+
+    def make_groups(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [one for name, one in named if part in name]} for part in ("bias", "weight")]
+        return torch.optim.SGD(groups, lr=0.5)
+
+    saved, loaded = (mpicoll.run_local(body, 3, load, timeout=20) for load in (False, True))
+    assert saved[:2] == loaded[:2] == [[0.5, 0.5], [0.5]]
+    assert torch.equal(saved[2], loaded[2])
+
+
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     train(1, range(1), save=tmp_path / "some")
 

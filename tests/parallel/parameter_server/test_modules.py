@@ -191,6 +191,30 @@ def test_lbfgs_is_refused() -> None:
     mpicoll.run_local(body, 2, timeout=20)
 
 
+def test_an_optimizer_has_all_parameters() -> None:
+    def body() -> None:
+        with pytest.raises((ArgumentError, CommunicationError), match=r"the optimizer does not have '.*weight"):
+            train(1, lambda named: torch.optim.SGD([one for name, one in named if "bias" in name], lr=0.1))
+
+    mpicoll.run_local(body, 2, timeout=20)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_norm_of_complex_gradients(mode: str) -> None:
+    def body() -> Any:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(optimizer=partial(torch.optim.SGD, lr=1.0), mode=mode, max_norm=1.0).run()
+        module = nn.ParameterDict({"real": torch.zeros(1), "complex": torch.zeros(1, dtype=torch.complex64)})
+        with Worker(module) as worker:
+            # The gradients are -3 and -4j, of norm 5.
+            (-3 * module["real"] - 4 * module["complex"].imag).sum().backward()
+            worker.push_gradients()
+            worker.pull_weights()
+        return [module["real"].item(), module["complex"].item()]
+
+    assert mpicoll.run_local(body, 2, timeout=20)[1] == pytest.approx([0.6, 0.8j], abs=1e-6)
+
+
 def test_bfloat16() -> None:
     """Gradients of dtypes that numpy does not have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,25 @@ def test_the_momentum_of_sparse_gradients_is_saved(tmp_path: Path) -> None:
     (buffer,) = state.values()
     # Of the five steps, row 0 has gradients in the first three, row 1 in the third, and row 3 in the fourth.
     assert buffer[:, 0].tolist() == [0.4375, 0.25, 0, 0.5]
+
+
+def test_rows_do_not_wait_for_the_next_gradients_of_dense_tensors() -> None:
+    def body() -> Any:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(optimizer=partial(torch.optim.SGD, lr=0.5), bucket_bytes=16).run()
+        module = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 8, bias=False))
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        with Worker(module) as worker:
+            for _ in range(2):
+                worker.pull_weights()
+                module(torch.tensor([1])).sum().backward()
+                # The server updates the dense tensor, and expects its next gradients, before the rows are announced.
+                time.sleep(0.2)
+                worker.push_gradients()
+            worker.pull_weights()
+        return module[0].weight.detach()
+
+    expected = torch.ones(4, 4)
+    expected[1] = 1 - 0.5 * (8 + 4)
+    assert torch.equal(mpicoll.run_local(body, 2, timeout=5)[-1], expected)
