@@ -350,10 +350,14 @@ class Transport(Protocol):
     def translate_error(self, error: Exception) -> Exception:
         """Return this library's exception for an exception that a native collective raised."""
 
-    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+    def compare(
+        self, word: int, text: Callable[[], str], idle: Callable[[], None], interrupts: list[BaseException]
+    ) -> list[str] | None:
         """Return None if all ranks pass the same `word` (of 62 bits), otherwise the `text` of each rank. Collective.
 
-        While it waits for the other ranks, it calls `idle` from time to time, which may raise.
+        While it waits for the other ranks, it calls `idle` from time to time, which may raise CommunicationError. With
+        MPI, an exception of a signal handler is added to `interrupts`, and the wait goes on, since the other ranks need
+        the word of this one; a second one ends the wait.
         """
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:

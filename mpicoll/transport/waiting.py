@@ -122,6 +122,23 @@ def poll(
     return value
 
 
+def wait_on(ready: Callable[[], T], interrupts: list[BaseException], errors: tuple[type[Exception], ...]) -> T:
+    """Call `ready`, which waits, and return its value; again after an exception of a signal handler, which is added to
+    `interrupts`. Raises `errors`, and a second one.
+
+    For a wait that other ranks have entered, and that `ready` continues when it is called again.
+    """
+    while True:
+        try:
+            return ready()
+        except errors:
+            raise
+        except BaseException as error:
+            if interrupts:
+                raise
+            interrupts.append(error)
+
+
 def wait_for(ready: Callable[[], T | None], seconds: float, check: Callable[[], object] | None = None) -> T | None:
     """Call `ready` until it returns a value other than None, and return that value. Return None after `seconds`.
 

@@ -380,10 +380,10 @@ class _Observer:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def before(self, entry: Any, function: Any) -> None:
+    def before(self, entry: Any, function: Any, interrupts: Any) -> None:
         self.calls.append(entry[2].name)
 
-    def after(self, entry: Any, function: Any) -> None:
+    def after(self, entry: Any, function: Any, interrupts: Any) -> None:
         pass
 
 

@@ -305,10 +305,10 @@ def test_words_are_compared_whatever_min_does(wrong: reductions.Defects) -> None
     end = mpi.MpiTransport(world.Dup(), world.Dup(), find_facts(world, range(world.size))._replace(defects=wrong))
     rank, size = end.rank, end.size
     for word in (0, 2**62 - 1, 5):
-        assert end.compare(word, lambda: "unused", lambda: None) is None
+        assert end.compare(word, lambda: "unused", lambda: None, []) is None
     if size > 1:
         for odd in range(size):
-            texts = end.compare(7 if rank == odd else 2**61, lambda: f"rank {rank}", lambda: None)
+            texts = end.compare(7 if rank == odd else 2**61, lambda: f"rank {rank}", lambda: None, [])
             assert texts == [f"rank {one}" for one in range(size)]
     end.free()
 

@@ -49,7 +49,7 @@ class CallCheck:
         self._queue = queue
         self._options = options
 
-    def before(self, raw: EntryTuple, function: Callable[..., Any]) -> None:
+    def before(self, raw: EntryTuple, function: Callable[..., Any], interrupts: list[BaseException]) -> None:
         """Compare the ranks' calls and check the inputs. Raises MismatchError or NumericsError on all ranks."""
         entry = Entry._make(raw)
         operations = getattr(function, "operations", ())
@@ -69,7 +69,7 @@ class CallCheck:
         if nonfinite or rank_dependent:
             # Make the words differ, so that the ranks exchange their descriptions.
             word ^= self._transport.rank + 1
-        descriptions = self._compare(entry, word, describe)
+        descriptions = self._compare(entry, word, describe, interrupts)
         if descriptions is None:
             return
         error = mismatch_error(entry.group, descriptions)
@@ -78,7 +78,7 @@ class CallCheck:
         if any(one["nonfinite"] for one in descriptions):
             raise nonfinite_error(entry.group, descriptions, inputs=True)
 
-    def after(self, raw: EntryTuple, function: Callable[..., Any]) -> None:
+    def after(self, raw: EntryTuple, function: Callable[..., Any], interrupts: list[BaseException]) -> None:
         """Check the results. Raises NumericsError or MismatchError on all ranks."""
         operations = getattr(function, "operations", ())
         growing = [one for one in operations if numerics_check.may_overflow(one)] if self._options.numerics else []
@@ -100,18 +100,20 @@ class CallCheck:
                 raise nonfinite_error(entry.group, [describe()], inputs=False)
             return
         word = hash_fields({"sums": sums}) ^ (self._transport.rank + 1 if nonfinite else 0)
-        descriptions = self._compare(entry, word, describe)
+        descriptions = self._compare(entry, word, describe, interrupts)
         if descriptions is None:
             return
         if any(one["nonfinite"] for one in descriptions):
             raise nonfinite_error(entry.group, descriptions, inputs=False)
         raise unequal_results_error(entry.group, descriptions)
 
-    def _compare(self, entry: Entry, word: int, describe: Callable[[], Description]) -> list[Description] | None:
+    def _compare(
+        self, entry: Entry, word: int, describe: Callable[[], Description], interrupts: list[BaseException]
+    ) -> list[Description] | None:
         """Return the descriptions of all ranks if their words differ, otherwise None. Raises CommunicationError if not
         all ranks can enter the collective."""
         try:
-            texts = compare_words(self._transport, self._queue, entry, word, lambda: json.dumps(describe()))
+            texts = compare_words(self._transport, self._queue, entry, word, lambda: json.dumps(describe()), interrupts)
         except Timeout:
             raise  # Timeout is reported with the call anyway
         except CommunicationError as error:

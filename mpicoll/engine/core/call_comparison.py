@@ -29,11 +29,21 @@ BATCH = 64
 
 
 def compare_words(
-    transport: Transport, queue: OperationQueue, raw: EntryTuple | None, word: int, text: Callable[[], str]
+    transport: Transport,
+    queue: OperationQueue,
+    raw: EntryTuple | None,
+    word: int,
+    text: Callable[[], str],
+    interrupts: list[BaseException] | None = None,
 ) -> list[str] | None:
     """Return the texts of all ranks if their words differ, otherwise None. Collective; raises CommunicationError if the
-    collective `raw` can never complete, RankFailed if a rank of it has died."""
+    collective `raw` can never complete, RankFailed if a rank of it has died.
+
+    An exception that a signal handler has raised meanwhile is added to `interrupts`, if given, so that this rank goes
+    on with the others; otherwise it is raised when all ranks have compared their words.
+    """
     watch, executing = queue.watch, queue.executing
+    kept: list[BaseException] = [] if interrupts is None else interrupts
 
     def check_wait() -> None:
         if watch is not None and raw is not None:
@@ -42,9 +52,12 @@ def compare_words(
 
     outer, executing.executor = executing.executor, _COMPARING
     try:
-        return transport.compare(word, text, check_wait)
+        texts = transport.compare(word, text, check_wait, kept)
     finally:
         executing.executor = outer
+    if kept and interrupts is None:
+        raise kept[0]
+    return texts
 
 
 def row_mismatch_error(transport: Transport, queue: OperationQueue, raw: EntryTuple | None) -> CommunicationError:
@@ -77,10 +90,11 @@ class BatchedComparison:
         self._signatures: list[int] = []
         self._entries: list[EntryTuple | None] = []
 
-    def match(self, call: Call) -> None:
+    def match(self, call: Call) -> BaseException | None:
         """Begin a collective. Raises MismatchError on all ranks if the ranks have called different collectives: if the
         mismatch is found in the collective that begins, the communicator stays usable; if it is found in an earlier
-        one, all later collectives raise CommunicatorError."""
+        one, all later collectives raise CommunicatorError. Returns the exception that a signal handler has raised
+        meanwhile, which the caller raises when it has carried out the operation: the other ranks have begun it."""
         calls = self._queue.calls
         if calls is not None:
             # Those that the extension has begun since.
@@ -92,12 +106,12 @@ class BatchedComparison:
         signature = call.signature
         self._signatures.append(signature if signature > 0 else call.sign())
         self._entries.append(self._queue.current)
-        if begun <= BATCH or begun % BATCH == 0:
-            self._compare()
+        interrupt = self._compare() if begun <= BATCH or begun % BATCH == 0 else None
         if calls is not None:
             calls.deferrable = BATCH - 1 - begun % BATCH if begun >= BATCH else 0
+        return interrupt
 
-    def _compare(self) -> None:
+    def _compare(self) -> BaseException | None:
         queue, signatures, entries = self._queue, self._signatures, self._entries
         self._signatures, self._entries = [], []
         last = len(entries) - 1
@@ -107,15 +121,16 @@ class BatchedComparison:
             return json.dumps([*zip(signatures, calls, strict=True)])
 
         word = crc32(array("I", signatures))
+        interrupts: list[BaseException] = []
         try:
-            texts = compare_words(self._transport, queue, entries[last], word, encode_batch)
+            texts = compare_words(self._transport, queue, entries[last], word, encode_batch, interrupts)
         except RankFailed:
             raise  # the transport already refuses further operations on this communicator
         except BaseException:
             self._refuse("an earlier operation was abandoned, and the ranks are not synchronised any more")
             raise
         if texts is None:
-            return
+            return interrupts[0] if interrupts else None
         batches = [json.loads(text) for text in texts]
         index = next(index for index in range(last + 1) if len({batch[index][0] for batch in batches}) > 1)
         found: CommunicationError | None = decode_mismatch_error(queue.group, [batch[index][1] for batch in batches])
@@ -128,6 +143,8 @@ class BatchedComparison:
             self._refuse("the ranks have called different collectives, as an earlier MismatchError reports")
             later = f"{count(last - index, 'collective')} later"
             found.args = (f"{found}\n  (found {later}: its results and those since then may be wrong)",)
+        if interrupts:
+            raise interrupts[0] from found
         raise found
 
     def _refuse(self, why: str) -> None:

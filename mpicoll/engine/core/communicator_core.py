@@ -261,7 +261,7 @@ class CommunicatorCore:
             raise
         return interrupt or later
 
-    def _message_matcher(self) -> Callable[[Call], None]:
+    def _message_matcher(self) -> Callable[[Call], BaseException | None]:
         """Return the function that begins a collective where there is no shared memory."""
         if not self.requested.batched:
             return accept_any_call

@@ -20,11 +20,12 @@ class Observer(Protocol):
     needs_every_operation: bool
     compares_calls: bool
 
-    def before(self, entry: EntryTuple, function: Callable[..., Any]) -> None:
-        """Observe an operation before it runs. May raise, on all ranks alike, instead of running the operation."""
+    def before(self, entry: EntryTuple, function: Callable[..., Any], interrupts: list[BaseException]) -> None:
+        """Observe an operation before it runs. May raise, on all ranks alike, instead of running the operation. Adds
+        exceptions of signal handlers to `interrupts`, which the caller raises when the operation has ended."""
 
-    def after(self, entry: EntryTuple, function: Callable[..., Any]) -> None:
-        """Observe an operation after it has been carried out. May raise, on all ranks alike."""
+    def after(self, entry: EntryTuple, function: Callable[..., Any], interrupts: list[BaseException]) -> None:
+        """Observe an operation after it has been carried out, in the same way."""
 
 
 def accept_any_call(call: Call) -> None:

@@ -330,15 +330,17 @@ class OperationQueue:
         if interrupts:
             raise interrupts[0]
 
-    def _call_keeping(self, function: Callable[[], Any], interrupts: list[BaseException]) -> Any:
+    def _call_keeping(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], interrupts: list[BaseException]
+    ) -> Any:
         """Call `function`, and add the exception of a signal handler during its waits in shared memory to
         `interrupts`."""
         arena = self.arena
         if arena is None:
-            return function()
+            return function(*arguments)
         arena.keeps_interrupt = True
         try:
-            return function()
+            return function(*arguments)
         finally:
             arena.keeps_interrupt = False
             interrupt = arena.take_interrupt()
@@ -380,21 +382,24 @@ class OperationQueue:
             self.background_entry = entry
         self.current = entry
         interrupt = None
+        kept: list[BaseException] = [] if interrupts is None else interrupts
         try:
             begin_entry(entry)
             if observer is None or not observer.compares_calls:
                 interrupt = self.match(call)
             if observer is not None:
-                observer.before(entry, function)
-            value = function(*args) if interrupts is None else self._call_keeping(function, interrupts)
+                observer.before(entry, function, kept)
+            value = self._call_keeping(function, args, kept)
             if interrupt is not None:
-                if interrupts is None:
-                    raise interrupt
-                interrupts.append(interrupt)
+                kept.append(interrupt)
             if observer is not None:
-                observer.after(entry, function)
+                observer.after(entry, function, kept)
         except BaseException as error:  # noqa: BLE001  raised again
+            if kept and interrupts is None:
+                raise kept[0] from self.conclude_failure(entry, error)
             raise self.conclude_failure(entry, error)  # noqa: B904  it has its cause
+        if kept and interrupts is None:
+            raise self.conclude_failure(entry, kept[0])
         self.current = None
         sinks.emit((entry, monotonic(), ""))
         return value
@@ -408,7 +413,7 @@ class OperationQueue:
             if isinstance(shown, Timeout):
                 # Before `current` is cleared, so that the other ranks still see the operation in the report.
                 shown = deadline_error(self.watch, entry, shown)
-            elif type(shown) is CommunicationError:
+            elif type(shown) is CommunicationError or type(shown) is CommunicatorError:
                 shown = self._name_earlier_failure(shown)
         finally:
             self.current = None
@@ -542,7 +547,9 @@ class OperationQueue:
         """Return the operations that have failed in the background and whose errors have not been reported."""
         return [operation for operation in list(self.failures) if operation.done and not operation.reported]
 
-    def _name_earlier_failure(self, error: CommunicationError) -> CommunicationError:
+    def _name_earlier_failure(
+        self, error: CommunicationError | CommunicatorError
+    ) -> CommunicationError | CommunicatorError:
         """Return the exception for `error` of a collective, which may be caused by an earlier failure in the
         background."""
         earlier = self.unreported_failures()
@@ -551,7 +558,7 @@ class OperationQueue:
         earlier[0].reported = True
         failure = earlier[0].error
         assert failure is not None
-        shown = CommunicationError(
+        shown = type(error)(
             f"{error}. Before, {earlier[0]}, rank {self.group.rank}, failed in the background:"
             f" {describe_error(failure)}"
         )

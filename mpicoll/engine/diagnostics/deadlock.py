@@ -1,4 +1,4 @@
-"""Deadlock detection: cycles of waits, and waits for ranks that have left."""
+"""Deadlock detection: cycles of waits, and waits for ranks that have left, or have failed in the operation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Deadlock:
     `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): equal at two
     looks if and only if the operations are the same. `keys` are the communicators of these operations. `cycle` are
     ranks each of which waits for the next, and the last for the first (empty where all wait for a rank that has
-    left). `words` has a sentence for each operation, those of the cycle first. `mismatches` are sentences about
-    collectives that ranks have called differently; their operations have no other sentence. `left` is True if all
-    wait for ranks that have left, directly or not.
+    left or failed). `words` has a sentence for each operation, those of the cycle first. `mismatches` are sentences
+    about collectives that ranks have called differently; their operations have no other sentence. `left` is True if
+    all wait for ranks that have left, or failed in the operation, directly or not.
     """
 
     ranks: tuple[int, ...]
@@ -136,6 +136,9 @@ class DeadlockSearch:
         members, number, key = one["members"], one["number"], one["key"]
         if (key, number) in self._mismatched:
             return _Wait(rank, one, lambda stuck: False, lambda stuck: [])
+        failed = [peer for peer in one.get("waits_for", []) if self._has_failed(peer, key, number)]
+        if failed:
+            return _Wait(rank, one, lambda stuck: False, lambda stuck: failed)
         absent = self._absent.get((key, number))
         if absent is None:
             absent = [peer for peer in members if not self._has_begun(peer, key, number)]
@@ -166,6 +169,11 @@ class DeadlockSearch:
         queue = self._queues.get((rank, key))
         begun = number_begun(self._states.get(rank), key) or 0 if queue is None else queue["number"]
         return bool(begun >= number)
+
+    def _has_failed(self, rank: int, key: str, number: int) -> bool:
+        """Return True if a collective has ended on `rank` by an error, so that it sends nothing more there."""
+        called = self._states.get(rank, {}).get("called", [])
+        return any(one.get("failed") and (one["key"], one["number"]) == (key, number) for one in called)
 
     def _may_begin(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
         """Return True if `rank` may still begin another collective of a communicator, or meeting of a sequence."""
@@ -297,7 +305,7 @@ class DeadlockSearch:
     def _describe(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
         """Return the description of the stuck agents."""
         edges: dict[int, list[int]] = {}
-        same: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        same: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         found = []
         for wait in waits.values():
             one = wait.one
@@ -307,7 +315,8 @@ class DeadlockSearch:
             edges.setdefault(wait.rank, []).extend(on)
             found.append((wait.rank, one["key"], one["number"], one["begin"]))
             if (one["key"], one["number"]) not in self._mismatched:
-                same.setdefault((f"{call_with_number(one)}{at_site(one.get('site'))}", on), []).append(wait.rank)
+                what = f"{call_with_number(one)}{at_site(one.get('site'))}"
+                same.setdefault((what, on, self._describe_gone(on, one["key"], one["number"])), []).append(wait.rank)
         cycle = _cycle(edges)
         mismatched = {(key, number) for _, key, number, _ in found} & self._mismatched.keys()
         return Deadlock(
@@ -316,20 +325,26 @@ class DeadlockSearch:
             keys=tuple(sorted({key for _, key, _, _ in found})),
             waits=tuple(sorted(found)),
             words=tuple(
-                f"{ranks_and_verb(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{self._describe_left(on)}"
-                for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
+                f"{ranks_and_verb(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{gone}"
+                for (what, on, gone), ranks in sorted(
+                    same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1])
+                )
             ),
             mismatches=tuple(self._mismatched[one] for one in sorted(mismatched)),
             left=not mismatched and not cycle,
         )
 
-    def _describe_left(self, ranks: Sequence[int]) -> str:
-        """Return the part of a sentence about awaited ranks that have left."""
-        left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
-        if not left:
+    def _describe_gone(self, ranks: Sequence[int], key: str, number: int) -> str:
+        """Return the part of a sentence about awaited ranks that have left, or else have failed in the operation."""
+        gone = [rank for rank in ranks if "left" in self._states.get(rank, {})]
+        verb = inflect(gone, "has exited", "have exited")
+        if not gone:
+            gone = [rank for rank in ranks if self._has_failed(rank, key, number)]
+            verb = f"failed in it, as {inflect(gone, 'its', 'their')} own error explains"
+        if not gone:
             return ""
-        who = "which" if len(left) == len(ranks) else f"of which {rank_list(left)}"
-        return f", {who} {inflect(left, 'has', 'have')} exited"
+        who = "which" if len(gone) == len(ranks) else f"of which {rank_list(gone)}"
+        return f", {who} {verb}"
 
 
 @dataclass(slots=True)

@@ -156,14 +156,13 @@ def end_launcher(after: float = 0.0) -> None:
     The launcher waits for a lost host as long as TCP retransmits, a quarter of an hour, and for a frozen one
     without limit. A separate process sends the signals, since the end of the launcher ends this process.
     """
-    # Not at module level: only this needs it.
-    import subprocess
-
     launcher = os.getppid()
-    with suppress(OSError, IndexError):
+    with suppress(OSError, ImportError, IndexError):  # a file can't be opened, for one, if all descriptors are in use
         # PID (NAME) STATE PARENT ..., where the name may contain anything.
         name, _, rest = read_file(f"/proc/{launcher}/stat").partition("(")[2].rpartition(")")
         if name in ("prted", "prterun"):
+            import subprocess  # late: only this needs it
+
             program = _END_LAUNCHER.format(pid=launcher, start=rest.split()[19], polls=round(5 * after))
             subprocess.Popen(
                 ["/bin/sh", "-c", program],
@@ -281,8 +280,10 @@ def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:
             sys.__stderr__.flush()
         cancel_exit()
         atexit.unregister(abort_if_failed)
-        _run_atexit_handlers(abort)
-        abort.abort_all(1)
+        try:
+            _run_atexit_handlers(abort)
+        finally:  # also where this process has no memory to find its open files
+            abort.abort_all(1)
 
     sys.excepthook = hook
     sys.exit = _exit

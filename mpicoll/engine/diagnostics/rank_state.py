@@ -226,8 +226,9 @@ class _Snapshotter:
                 "number": number,
                 "call": describe_call(call, group),
                 "site": _describe_site(site),
+                "failed": bool(error),
             }
-            for (group, number, call, _, site), end, _ in flight_recorder.list_history()
+            for (group, number, call, _, site), end, error in flight_recorder.list_history()
             if end is not None and (group.key, number) in self._requested and self._is_own(group)
         ]
 

@@ -231,8 +231,11 @@ class LocalTransport:
             missing = rank_list(self._members[peer] for peer in peers)
             raise Timeout(f"in shared memory, {missing} did not arrive within {self.timeout:g} s")
 
-    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
-        """Compare `word` between the ranks. The job detects missing ranks by itself, so `idle` is not called."""
+    def compare(
+        self, word: int, text: Callable[[], str], idle: Callable[[], None], interrupts: list[BaseException]
+    ) -> list[str] | None:
+        """Compare `word` between the ranks. The job detects missing ranks by itself, so `idle` is not called. Signal
+        handlers run on no thread of a rank."""
         name = ("compare", self._collective, self._members, next(self._compared))
         what = f"rank {self.rank}, comparing the calls of all ranks"
         table, _ = self._exchange_values(name, word, what=what)

@@ -39,6 +39,9 @@ _AGREE_TIME = 2.0
 _AGREE_INTERVAL = 0.05
 """Seconds between two queries of the exits of other ranks."""
 
+_NULL = os.open(os.devnull, os.O_WRONLY)
+"""Opened at the start, since a process that has used up its descriptors must end too."""
+
 _others_have_exited: Callable[[], bool] = lambda: False  # noqa: E731  replaced by `expect_exits`
 
 _is_finalizing = False
@@ -137,7 +140,7 @@ def abort(code: int) -> None:
     if _abort_delay is not None:
         _abort_delay.value = 0
     # If the launcher can't be reached, this process ends nevertheless. That must not need Python: MPI holds the GIL.
-    faulthandler.dump_traceback_later(_ABORT_TIME, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    faulthandler.dump_traceback_later(_ABORT_TIME, exit=True, file=_NULL)
     MPI.COMM_WORLD.Abort(code)
 
 

@@ -21,7 +21,7 @@ from mpicoll.transport.mpi.fault_tolerance import allgather_objects, fault_toler
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.translation import translates_errors
-from mpicoll.transport.waiting import poll, wait_for
+from mpicoll.transport.waiting import poll, wait_for, wait_on
 from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
@@ -250,13 +250,15 @@ class MpiTransport(MessagePassing):
     # --- agreement of all ranks
 
     @translates_errors
-    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
-        if self._is_common(word, idle):
+    def compare(
+        self, word: int, text: Callable[[], str], idle: Callable[[], None], interrupts: list[BaseException]
+    ) -> list[str] | None:
+        if self._is_common(word, idle, interrupts):
             return None
         assert self._compare_comm is not None
         return allgather_objects(self._compare_comm, text())
 
-    def _is_common(self, word: int, idle: Callable[[], None]) -> bool:
+    def _is_common(self, word: int, idle: Callable[[], None], interrupts: list[BaseException]) -> bool:
         """Return True if all ranks have the same `word`. Collective.
 
         Collectives that differ from rank to rank may leave messages on the communicator of the collectives, so
@@ -274,7 +276,9 @@ class MpiTransport(MessagePassing):
         mine[0], mine[1] = word, -word
         request = comm.Iallreduce(source, target, MPI.MIN)
         try:
-            poll(request.Test, None, "comparison", idle)
+            wait_on(
+                lambda: poll(request.Test, None, "comparison", idle), interrupts, (CommunicationError, MPI.Exception)
+            )
         except BaseException:
             self.failures.retain((request, self._compare_buffers))
             self._compare_buffers = []

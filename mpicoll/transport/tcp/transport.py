@@ -140,7 +140,9 @@ class TcpTransport(MessagePassing):
     def allgather_text(self, text: str) -> list[str]:
         return cast("list[str]", self.allgather(text))
 
-    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+    def compare(
+        self, word: int, text: Callable[[], str], idle: Callable[[], None], interrupts: list[BaseException]
+    ) -> list[str] | None:
         what = "the comparison of the calls of all ranks"
         same = self._combine(b"%d" % word, lambda words: b"%d" % (len(set(words)) == 1), what, idle)
         return None if same == b"1" else self.allgather_text(text())

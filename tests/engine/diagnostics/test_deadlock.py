@@ -306,6 +306,26 @@ def test_calls_that_have_ended_differ(gone: bool) -> None:
     assert "rank 1 has called bcast" in said(waits(), second)[0]
 
 
+def test_what_a_rank_failed_in_never_ends_where_it_is_awaited() -> None:
+    key = WORLD[0]
+    call = {"name": "allreduce", "text": str(SUM)}
+    ended = {"key": key, "number": 17, "call": call, "site": None}
+    failed = at_work(17, called=[ended | {"failed": True}])
+    waiting, other = waits(), waits()
+    waiting["pending"][0]["waits_for"] = [2]
+    found = find_deadlock({0: waiting, 1: other, 2: failed}, 3)
+    assert found is not None
+    assert (found.ranks, found.cycle, found.mismatches) == ((0,), (), ())
+    assert str(found) == (
+        "rank 0 waits in allreduce(float32[1000], op=sum) number 17 on world at train.py:10 in step for rank 2, which"
+        " failed in it, as its own error explains"
+    )
+    # It may have sent all that the others need.
+    assert doomed(waits(), other, failed) == ()
+    assert doomed(waiting, other, at_work(17, called=[ended | {"failed": False}])) == ()
+    assert doomed(waiting, other, at_work(18, called=[ended | {"number": 16, "failed": True}])) == ()
+
+
 PIPE = ("0.4", "world/duplicate", (0, 1, 2))
 
 

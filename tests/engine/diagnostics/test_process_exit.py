@@ -55,6 +55,21 @@ def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     assert leaving.value.code == 3
 
 
+def test_a_failure_at_the_end_does_not_keep_the_job_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def fail(abort: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(process_exit, "_run_atexit_handlers", fail)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(RecordedAbort(calls), lambda: None)
+    with pytest.raises(MemoryError):
+        sys.excepthook(MemoryError, MemoryError(), None)
+    assert calls[-1] == 1
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [(None, 0), (0, 0), (False, 0), (1, 1), (3, 3), (True, 1), (255, 255), (256, 1), (-256, 1), (2**40, 1), (-1, 255)],
@@ -280,6 +295,27 @@ mpicoll.allreduce(np.ones(2))
     assert "mpicoll: rank 1 of 3 died of ZeroDivisionError: on rank 1 alone" in done.stdout
     assert "in breaks" in done.stdout
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_without_descriptors_ends_the_job(job: Starter) -> None:
+    done = job(
+        2,
+        """
+import os, resource
+world = mpicoll.world()
+mpicoll.barrier()
+if world.rank == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    files = []
+    while True:
+        files.append(open(os.devnull))
+mpicoll.barrier()
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert "mpicoll: rank 1 of 2 died of OSError: [Errno 24]" in done.stdout
+    assert "Error in sys.excepthook" not in done.stdout
 
 
 @pytest.mark.slow

@@ -52,6 +52,23 @@ else:
 """,
         ["ranks 0 and 1 wait for each other", "rank 1 waits in recv(float64[4], peer=0, tag=any)"],
     ),
+    "a failure of one rank": (
+        """
+import signal
+signal.signal(signal.SIGALRM, lambda *signal: 1 / 0)
+several = np.ones(300_000)
+mpicoll.allreduce(several, algorithm="ring")
+if rank == 0:
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        mpicoll.allreduce(several, algorithm="ring")
+    except ZeroDivisionError:
+        time.sleep(60)
+time.sleep(3)
+mpicoll.allreduce(several, algorithm="ring")
+""",
+        ["rank 1 waits in allreduce(float64[300000], op=sum) number 3", "for rank 0, which failed in it, as its own"],
+    ),
     "two receives after messages": (
         """
 mpicoll.sendrecv(x, 1 - rank, 1 - rank)

@@ -32,9 +32,9 @@ right, left = (rank + 1) % size, (rank - 1) % size
 assert (end.rank, end.size, end.members, set(end.nodes)) == (rank, size, tuple(range(size)), {0})
 assert end.native is None and end.mpi is None
 assert end.allgather_text(f"from {rank}") == [f"from {one}" for one in range(size)]
-assert end.compare(5, lambda: "", lambda: None) is None
+assert end.compare(5, lambda: "", lambda: None, []) is None
 if size > 1:
-    assert end.compare(rank, lambda: f"{rank}", lambda: None) == [str(one) for one in range(size)]
+    assert end.compare(rank, lambda: f"{rank}", lambda: None, []) == [str(one) for one in range(size)]
 for nbytes in (0, 1, 16 * 1024 - 24, 16 * 1024 - 23, 1_000_003):
     data, into = np.full(nbytes, rank, np.uint8), np.empty(nbytes, np.uint8)
     end.exchange([(right, data)], [(left, into)], 3)
