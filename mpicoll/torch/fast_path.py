@@ -27,7 +27,7 @@ from mpicoll.engine.executors.native import bind_native
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
-from mpicoll.torch.c10d_collectives import convert_reduce_op
+from mpicoll.torch.c10d_collectives import convert_reduce_op, get_op_name
 from mpicoll.torch.tensors import view_flat
 from mpicoll.transport.base import Native
 
@@ -52,6 +52,12 @@ _MAX_WORK_ELEMENTS = 16 * 1024
 """Largest number of elements for which work memory of a wider dtype is cached.
 
 A reduction of more elements takes longer than its preparation, so caching would not help.
+"""
+
+_MAX_JOINED = 1 << 18
+"""Largest size in bytes of the tensors of a list that are copied to or from memory of their own here.
+
+The general path, which takes 30 us, copies nothing where they are adjacent in memory.
 """
 
 _TENSOR = torch.Tensor
@@ -233,6 +239,63 @@ class FastPath:
             and count == output.numel() * self._comm.size
             and self._run_bound(cached, tensor, output, name)
         )
+
+    # Calls with lists of tensors only repeat what the general path has prepared for the joined tensors.
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> bool:
+        """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather` does."""
+        return self._fill(outputs, tensor, "all_gather", None, None, None)
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> bool:
+        """Gather as :func:`mpicoll.torch.c10d_collectives.gather` does."""
+        if root == self._comm.rank:
+            return self._fill(outputs, tensor, "gather", None, root, None)
+        if not _is_plain(tensor):
+            return False
+        return self._repeat(MISSING, _flatten(tensor), None, "gather", None, root, None) is not MISSING
+
+    def scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> bool:
+        """Scatter as :func:`mpicoll.torch.c10d_collectives.scatter` does."""
+        return self._collect(output, tensors if root == self._comm.rank else None, "scatter", None, root, None)
+
+    def reduce_scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> bool:
+        """Reduce and scatter as :func:`mpicoll.torch.c10d_collectives.reduce_scatter` does."""
+        name = get_op_name(op)
+        if name in (None, "premul_sum") or (name == "avg" and not output.dtype.is_floating_point):
+            return False
+        return output.dtype is not torch.bool and self._collect(output, tensors, "reduce_scatter", name, None, None)
+
+    def all_to_all(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
+        """Exchange as :func:`mpicoll.torch.c10d_collectives.all_to_all` does."""
+        if len(tensors) != self._comm.size or not _can_join(tensors, tensors[0]):
+            return False
+        counts = (tensors[0].numel(),) * len(tensors)
+        return self._fill(outputs, torch.stack(tensors), "all_to_all", None, None, (counts, counts))
+
+    def _fill(self, outputs: list[torch.Tensor], tensor: torch.Tensor, *key: Any) -> bool:
+        """Repeat the call of this `key`, whose input is `tensor`, and whose result is divided into `outputs`."""
+        size = self._comm.size
+        if len(outputs) != size or not _is_plain(tensor) or not _can_join(outputs, outputs[0]):
+            return False
+        joined = torch.empty((size, *outputs[0].shape), dtype=outputs[0].dtype, device="cpu")
+        if self._repeat(MISSING, _flatten(tensor), _flatten(joined), *key) is MISSING:
+            return False
+        torch._foreach_copy_(outputs, joined.unbind())
+        return True
+
+    def _collect(self, output: torch.Tensor, tensors: list[torch.Tensor] | None, *key: Any) -> bool:
+        """Repeat the call of this `key`, whose input are the joined `tensors`, if this rank has one."""
+        if not _is_plain(output):
+            return False
+        joined = None
+        if tensors is not None:
+            if len(tensors) != self._comm.size or not _can_join(tensors, output):
+                return False
+            joined = _flatten(torch.stack(tensors))
+        if self._repeat(MISSING, joined, _flatten(output), *key) is MISSING:
+            return False
+        increment_version(output)
+        return True
 
     def barrier(self) -> bool:
         """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
@@ -488,6 +551,24 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and has_memory(tensor)
     )
+
+
+def _can_join(tensors: list[torch.Tensor], like: torch.Tensor) -> bool:
+    """Return True if all `tensors` are plain, of the dtype and shape of `like`, unknown to autograd, and small."""
+    dtype, shape = like.dtype, like.shape
+    return like.nbytes * len(tensors) <= _MAX_JOINED and all(
+        one.dtype is dtype
+        and one.shape == shape
+        and not one.requires_grad
+        and not one.is_inference()
+        and _is_plain(one)
+        for one in tensors
+    )
+
+
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a plain tensor as the general path passes them on."""
+    return view_flat(tensor.detach())
 
 
 def _are_plain_and_disjoint(output: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -200,6 +200,9 @@ class GroupOperations:
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _check_single("all_gather", inputs)
         _check_single("all_gather", outputs, "list of outputs")
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.all_gather(outputs[0], inputs[0]):
+            return self.blocking_result
         return self._run_or_start(
             "all_gather", opts, lambda comm: c10d_collectives.all_gather(comm, outputs[0], inputs[0]), outputs[0]
         )
@@ -242,6 +245,9 @@ class GroupOperations:
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _check_single("gather", inputs)
         into = outputs[0] if outputs else []
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.gather(into, inputs[0], opts.rootRank):
+            return self.blocking_result
         return self._run_or_start(
             "gather", opts, lambda comm: c10d_collectives.gather(comm, into, inputs[0], opts.rootRank), into
         )
@@ -249,6 +255,9 @@ class GroupOperations:
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
         _check_single("scatter", outputs)
         parts = inputs[0] if inputs else []
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.scatter(outputs[0], parts, opts.rootRank):
+            return self.blocking_result
         return self._run_or_start(
             "scatter", opts, lambda comm: c10d_collectives.scatter(comm, outputs[0], parts, opts.rootRank), outputs
         )
@@ -256,6 +265,9 @@ class GroupOperations:
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
         _check_single("reduce_scatter", outputs)
         _check_single("reduce_scatter", inputs, "list of inputs")
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.reduce_scatter(outputs[0], inputs[0], opts.reduceOp):
+            return self.blocking_result
         return self._run_or_start(
             "reduce_scatter",
             opts,
@@ -292,6 +304,9 @@ class GroupOperations:
         )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work | None:
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.all_to_all(outputs, inputs):
+            return self.blocking_result
         return self._run_or_start(
             "all_to_all", opts, lambda comm: c10d_collectives.all_to_all(comm, outputs, inputs), outputs
         )

@@ -18,6 +18,7 @@ import mpicoll.torch
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import recorder
+from mpicoll.torch import c10d_collectives
 
 pytestmark = [
     pytest.mark.mpi,
@@ -177,6 +178,70 @@ def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) ->
                 got, want = form(partial(data, turn, count, dtype))  # type: ignore[operator]
                 assert torch.equal(got, want), f"{form} {dtype} turn {turn}: {got} {want}"
             assert not prepared, f"{form} {dtype}"
+
+
+LISTS = [all_gather, gather, scatter, reduce_scatter, all_to_all]
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("form", LISTS)
+def test_lists_of_tensors_bypass_the_general_path(
+    form: Callable[[Make], tuple[torch.Tensor, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 3 * dist.get_world_size()
+    if count < 6:
+        pytest.skip("needs two ranks")
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        with monkeypatch.context() as general:
+            for turn in range(5):
+                if turn == 3:
+                    general.setattr(c10d_collectives, form.__name__, None)
+                got, want = form(partial(data, turn, count, dtype))
+                assert torch.equal(got, want), f"{dtype} turn {turn}: {got} {want}"
+
+
+LAYOUTS: list[Callable[[int], list[torch.Tensor]]] = [
+    lambda count: [torch.zeros(2, 3) for _ in range(count)],
+    lambda count: [torch.zeros(3, 2).t() for _ in range(count)],
+    lambda count: list(torch.zeros(count, 2, 3).unbind()),
+    lambda count: [torch.zeros(2, 3, requires_grad=True) for _ in range(count)],
+    lambda count: [torch._neg_view(torch.zeros(2, 3)) for _ in range(count)],
+]
+
+
+def test_lists_may_lie_otherwise_on_each_rank() -> None:
+    """Whether a rank has prepared a call for its tensors or not, and copies them or not, its messages are the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def make(number: int, values: list[float]) -> list[torch.Tensor]:
+        made = LAYOUTS[(rank + number) % len(LAYOUTS)](len(values))
+        with torch.no_grad():
+            for one, value in zip(made, values, strict=True):
+                one.fill_(value)
+        return made
+
+    def check(tensors: list[torch.Tensor], want: list[float]) -> None:
+        for one, value in zip(tensors, want, strict=True):
+            assert torch.equal(one.detach(), torch.full((2, 3), value))
+
+    ranks = [float(one) for one in range(size)]
+    own = [rank * size + one for one in ranks]
+    for turn in range(3 * len(LAYOUTS)):
+        (x,), outputs = make(turn, [rank]), make(turn // 3, [-1.0] * size)
+        dist.all_gather(outputs, x)
+        check(outputs, ranks)
+        root = turn % size
+        outputs = make(turn // 3, [-1.0] * size) if rank == root else []
+        dist.gather(x, outputs or None, root)
+        check(outputs, ranks if rank == root else [])
+        (x,) = make(turn, [-1.0])
+        dist.scatter(x, make(turn // 3, own) if rank == root else None, root)
+        check([x], [root * size + ranks[rank]])
+        dist.reduce_scatter(x, make(turn // 3, own))
+        check([x], [sum(other * size + ranks[rank] for other in range(size))])
+        outputs = make(turn, [-1.0] * size)
+        dist.all_to_all(outputs, make(turn // 3, own))
+        check(outputs, [other * size + ranks[rank] for other in ranks])
 
 
 def repeat_calls(module: Any, dtype: torch.dtype, algorithm: str, step: int) -> None:
