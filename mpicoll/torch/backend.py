@@ -6,6 +6,7 @@ set, and numbers groups: this class only has the operations, in c10d's full form
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,13 +20,14 @@ from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.world import can_connect_world, has_world
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError, Timeout
-from mpicoll.torch import work_status
+from mpicoll.torch import begun_collectives, group_operations, work, work_status
 from mpicoll.torch.abort_hooks import AbortHooks
 from mpicoll.torch.callback_comms import callback_context
 from mpicoll.torch.current_device import select_device
 from mpicoll.torch.ddp_hooks import extend_ddp
 from mpicoll.torch.group_members import create_communicator
 from mpicoll.torch.group_operations import NAME, GroupOperations
+from mpicoll.torch.no_compile import disable_compile_in
 from mpicoll.torch.shrunk_group import correct_type
 from mpicoll.torch.tensor_pool import TensorPool
 from mpicoll.wording import rank_list
@@ -221,3 +223,7 @@ class BackendMpicoll(GroupOperations, Backend):
 
     def __repr__(self) -> str:
         return f"<BackendMpicoll {self._name}: rank {self.comm.rank} of {self.comm.size}>"
+
+
+# c10d's C++ code calls them also where a function that torch.compile has compiled goes on after a graph break.
+disable_compile_in(sys.modules[__name__], group_operations, begun_collectives, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -22,3 +23,12 @@ def disable_compile(function: _F) -> _F:
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "it communicates with other ranks"
     return function
+
+
+def disable_compile_in(*modules: ModuleType) -> None:
+    """Exclude all functions and methods that are defined in `modules`."""
+    for module in modules:
+        for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
+            for value in vars(holder).values():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    disable_compile(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
 from mpicoll.torch import c10d_collectives, callback_comms, fast_path, group_operations, sparse, work
@@ -13,30 +12,21 @@ from mpicoll.torch.legacy import mixed_process_group, process_group
 from mpicoll.torch.legacy.c10d_frames import find_c10d_variables
 from mpicoll.torch.legacy.mixed_process_group import MixedProcessGroup, create_other_backends
 from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
-from mpicoll.torch.no_compile import disable_compile
+from mpicoll.torch.no_compile import disable_compile_in
 
 _HELPER = "_new_process_group_helper"
 
 
-def _disable_compile() -> None:
-    """Keep torch.compile from looking into the process group."""
-    for module in (
-        process_group,
-        c10d_collectives,
-        callback_comms,
-        mixed_process_group,
-        group_operations,
-        fast_path,
-        sparse,
-        work,
-    ):
-        for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
-            for value in vars(holder).values():
-                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    disable_compile(value)
-
-
-_disable_compile()
+disable_compile_in(
+    process_group,
+    c10d_collectives,
+    callback_comms,
+    mixed_process_group,
+    group_operations,
+    fast_path,
+    sparse,
+    work,
+)
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:

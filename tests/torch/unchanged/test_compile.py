@@ -141,7 +141,8 @@ def test_collectives_that_break_the_graph(rank: int, size: int) -> None:
     first = parts[0] + parts.sum(0) * 2
     want = first + (first * parts).sum(0) * parts[rank - 1].sin()
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-    assert counters["stats"]["unique_graphs"] > 1
+    # Those between the breaks, and none of the backend.
+    assert 1 < counters["stats"]["unique_graphs"] < 10
 
 
 @DYNAMO_WARNS
