@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar, cast
+from zlib import crc32
 
 import numpy as np
 
@@ -65,6 +66,10 @@ _KINDS = {
 }
 
 
+_LONGEST = 100
+"""Characters of the text of a dtype; the headers of checked messages have room for them."""
+
+
 class DType(NamedTuple):
     """A dtype as the engine sees it.
 
@@ -77,6 +82,28 @@ class DType(NamedTuple):
     storage: np.dtype[Any]
     work: np.dtype[Any]
     kind: str
+
+    @property
+    def text(self) -> str:
+        """The name, with the byte order and the fields that it leaves out: what ranks compare, and messages show."""
+        dtype = self.storage
+        if (dtype.isnative and dtype.names is None) or dtype.name != self.name:
+            return self.name
+        text = _describe(dtype)
+        if len(text) > _LONGEST:
+            # A hash still tells other fields from these.
+            text = f"{self.name}{{{len(dtype.names or ())} fields, {crc32(text.encode()):08x}}}"
+        return text
+
+
+def _describe(dtype: np.dtype[Any]) -> str:
+    if dtype.fields is not None and dtype.names is not None:
+        fields = (f"{name}: {_describe(dtype.fields[name][0])} at {dtype.fields[name][1]}" for name in dtype.names)
+        return f"{dtype.name}{{{', '.join(fields)}}}"
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"{_describe(base)}{list(shape)}"
+    return dtype.name if dtype.isnative else dtype.str
 
 
 @lru_cache(maxsize=256)

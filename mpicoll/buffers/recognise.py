@@ -167,9 +167,7 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     # bfloat16 is the one dtype that libraries show to numpy in different ways.
     same = buffer.dtype.storage == like.dtype.storage or (buffer.dtype.name == like.dtype.name == "bfloat16")
     if not same or buffer.dtype.name != like.dtype.name:
-        raise DTypeError(
-            f"{operation}: out has dtype {_describe_dtype(buffer)}, the result has dtype {_describe_dtype(like)}"
-        )
+        raise DTypeError(f"{operation}: out has dtype {buffer.dtype.text}, the result has dtype {like.dtype.text}")
     if isinstance(buffer.library, (PythonScalars, NumpyScalars)):
         raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
     if not buffer.array.flags.writeable:
@@ -181,9 +179,3 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     # only the array's own library has the stream on which the array is used.
     library = buffer.library if isinstance(buffer.array, DeviceArray) else like.library
     return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, library)
-
-
-def _describe_dtype(buffer: Buffer) -> str:
-    """Return the dtype for a message, with byte order and fields if it has them."""
-    dtype = buffer.array.dtype
-    return buffer.dtype.name if dtype.isnative and dtype.names is None else str(dtype)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 
 from mpicoll import __version__
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: this program's arguments) and return its exit status."""
     if sys.stdout is None:  # `>&-`
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  until the program ends
+    if isinstance(sys.stdout, TextIOWrapper):
+        # The encoding of a terminal may have no lines of tables, and no µ.
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             status = _run(sys.argv[1:] if argv is None else list(argv))

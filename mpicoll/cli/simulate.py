@@ -147,6 +147,9 @@ def _simulate(args: argparse.Namespace, cluster: Cluster) -> list[Forecast]:
 
 def _make_cluster(args: argparse.Namespace) -> Cluster:
     nodes, per_node, ranks = args.nodes, args.ranks_per_node, args.ranks
+    for option, number in (("--nodes", nodes), ("--ranks-per-node", per_node), ("--ranks", ranks)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"simulate: {option} must be at least 1, got {number}")
     if ranks is not None:
         per_node = per_node or 1
         if (nodes is not None and nodes * per_node != ranks) or ranks % per_node:

@@ -112,6 +112,8 @@ def check_peer(operation: str, name: str, value: Any, comm: CommunicatorCore) ->
     if number is not None and (number == PROC_NULL or (mpi is not None and number == mpi.PROC_NULL)):
         return PROC_NULL
     remedy = f"; to {'send' if name in ('dest', 'dst') else 'receive'} nothing, pass mpicoll.PROC_NULL"
+    if name == "source":
+        remedy = f"; to receive from any rank, pass None{remedy}"
     raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}{remedy}")
 
 

@@ -354,15 +354,22 @@ def _bind_without_copies(
 
 
 def _make_flattener(flat: Array | None, like: Any) -> Callable[[Any], Any]:
-    """Return a function that converts an array like `like` to one like `flat`, by a copy if it is not contiguous."""
+    """Return a function that converts an array like `like` to one like `flat`, by a copy if it is not contiguous, or
+    not aligned."""
     views = None if flat is None else numpy_views(like, None)
     if flat is None or views is None:
         return lambda array: None
     assert views[0] is not None
     if flat.dtype == views[0].dtype:
-        return lambda array: array.ravel()
+        return _flatten
     dtype = flat.dtype
     return lambda array: array.ravel().view(dtype)
+
+
+def _flatten(array: Array) -> Array:
+    flat = array.ravel()
+    # See `is_plain`.
+    return flat if flat.flags.aligned else flat.copy()
 
 
 def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call, choice: Choice) -> BoundCall:

@@ -118,7 +118,7 @@ def _prepare(
     rounds = _Rounds(comm, name, grid, divided, widths, output.array)
     call = Call(
         f"{name}(width={list(widths)}, axes={list(divided)}, corners={bool(corners)})",
-        dtype=buffer.dtype.name,
+        dtype=buffer.dtype.text,
         memory="" if device is None else device.kind,
     )
     shared = None
@@ -165,7 +165,9 @@ def _check_widths(
     name: str, width: Any, grid: CartesianTopology, axes: Sequence[int], shape: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the width of each dimension of the grid; each inner part must have all layers that a neighbour gets."""
-    found = (width,) * len(axes) if isinstance(width, int) else list_integers(width)
+    found = list_integers((width,) * len(axes))
+    if found is None:
+        found = list_integers(width)
     if found is None or len(found) != len(axes) or min(found, default=0) < 0:
         raise ShapeError(
             f"{name}: width must be a number >= 0, or one for each of {len(axes)} dimensions, got {width!r}"

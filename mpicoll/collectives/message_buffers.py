@@ -188,7 +188,7 @@ def _describe_call(operation: str, buffer: Buffer, peer: int | None, tag: int | 
     return Call(
         operation,
         array.nbytes,
-        buffer.dtype.name,
+        buffer.dtype.text,
         array.shape,
         peer=peer,
         tag=tag,

@@ -359,7 +359,7 @@ def _bind(
     call = Call(
         name,
         None,
-        buffer.dtype.name,
+        buffer.dtype.text,
         get_block_shape(buffer),
         counts=_add_by_rank(topology.destinations, send, comm.size),
         arrivals=_add_by_rank(topology.sources, recv, comm.size),

@@ -221,7 +221,7 @@ def _describe_block(core: CommunicatorCore, buffer: Buffer, starts: Any) -> dict
     first = None if starts is None else check_shape("save", starts, "starts")
     if first is not None and len(first) != len(shape):
         raise ShapeError(f"save: starts must be {len(shape)} indices, one for each axis of x, got {starts!r}")
-    return {"shape": shape, "starts": first, "descr": repr(_find_descr(buffer)), "name": buffer.dtype.name}
+    return {"shape": shape, "starts": first, "descr": repr(_find_descr(buffer)), "name": buffer.dtype.text}
 
 
 def _find_descr(buffer: Buffer) -> Any:
@@ -351,7 +351,7 @@ def _prepare_load(
     buffer = prepare_output(core, "load", shape, dtype, like, out)
     theirs = buffer.array.dtype
     if theirs != found and not (found.kind == "V" and found.names is None and theirs.itemsize == found.itemsize):
-        raise DTypeError(f"load: the block has dtype {buffer.dtype.name}, but the file has {found}")
+        raise DTypeError(f"load: the block has dtype {buffer.dtype.text}, but the file has {found}")
     make_subarray("load", theirs.itemsize, sizes, first, buffer.array.shape)
     return buffer, first
 

@@ -447,7 +447,7 @@ def _check(core: CommunicatorCore, shape: Any, dtype: Any, like: str, driver: An
         raise ArgumentError(f"Window: driver must be 'auto' or 'mpi', got {driver!r}")
     if driver == "mpi" and core.transport.mpi is None:
         raise ArgumentError("Window: driver 'mpi' needs MPI, which this job does not use; pass 'auto'")
-    return extents, empty.array.itemsize, str(empty.array.dtype) if empty.array.dtype.names else empty.dtype.name
+    return extents, empty.array.itemsize, empty.dtype.text
 
 
 def _create(

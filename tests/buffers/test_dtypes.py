@@ -46,6 +46,34 @@ def test_foreign_byte_order_is_reduced_in_our_own(text: str) -> None:
     assert dtype.work != dtype.storage
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("f8", "float64"),
+        (">f8", ">f8"),
+        (">M8[s]", ">M8[s]"),
+        ("V3", "void24"),
+        ("i4,>f4", "void64{f0: int32 at 0, f1: >f4 at 4}"),
+        ([("a", "(2,3)>i2"), ("b", [("c", "u1")])], "void104{a: >i2[2, 3] at 0, b: void8{c: uint8 at 0} at 12}"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_texts(text: object, shown: str) -> None:
+    assert dtypes.of_numpy(np.dtype(text)).text == shown
+
+
+def test_texts_are_equal_only_for_equal_dtypes() -> None:
+    """Also those that are too long to be shown."""
+    fields = [(f"field {number}", "f4") for number in range(100)]
+    texts = {dtypes.of_numpy(np.dtype(one)).text for one in (fields, fields[::-1], fields[1:])}
+    assert len(texts) == 3
+    assert max(map(len, texts)) < 50
+    packed = {"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [0, 8], "itemsize": 16}
+    aligned = np.dtype([("a", "u1"), ("b", "f8")], align=True)
+    assert dtypes.of_numpy(np.dtype(packed)).text == dtypes.of_numpy(aligned).text
+
+
 def test_python_objects_are_refused() -> None:
     with pytest.raises(DTypeError, match="object"):
         dtypes.of_numpy(np.dtype(object))

@@ -36,7 +36,7 @@ from mpicoll.cli.bench.cases import (
 from mpicoll.cli.bench.measure import Point, Result, Wrong, prepare_verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.engine.selection.catalogue import algorithms_of
-from mpicoll.errors import SetupError
+from mpicoll.errors import ArgumentError, SetupError
 
 RANKS = 3
 
@@ -391,6 +391,12 @@ def test_arguments_out_of_range(arguments: str, capsys: pytest.CaptureFixture[st
         main(["bench", *arguments.split()])
     assert caught.value.code == 2
     assert arguments.partition(" ")[0] in capsys.readouterr().err
+
+
+def test_more_ranks_that_compute_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpicoll.transport.launch_env.is_launched", lambda environ: True)
+    with pytest.raises(ArgumentError, match=r"bench overlap: --computing 2, but the job has 1 rank$"):
+        main(["bench", "overlap", "--computing", "2"])
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -288,6 +288,21 @@ def test_no_stdout(words: str) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+@pytest.mark.parametrize("words", ["algorithms draw allreduce/ring --ranks 3", "simulate --ranks 4 --sizes 8"])
+def test_a_terminal_without_unicode(words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpicoll", *words.split()],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        text=True,
+        encoding="ascii",
+        timeout=60,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert "?" in done.stdout
+
+
 def test_an_overview_without_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It names each command, with words that its parser takes, and fits a terminal, also in a version between tags."""
     monkeypatch.setattr(cli, "__version__", "10.10.10.dev1000+g0123456789ab.d20261129")

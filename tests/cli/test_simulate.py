@@ -80,8 +80,10 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "10 ranks are not 4 nodes times 1" in capsys.readouterr().err
     assert main(["simulate", "nope"]) == 2
     assert "no collective 'nope'" in capsys.readouterr().err
-    assert main(["simulate", "--nodes", "0"]) == 2
-    assert "nodes must be at least 1" in capsys.readouterr().err
+    for option in ("--nodes", "--ranks", "--ranks-per-node"):
+        for number in ("0", "-8"):
+            assert main(["simulate", "--ranks", "8", option, number]) == 2
+            assert f"simulate: {option} must be at least 1, got {number}" in capsys.readouterr().err
     for wrong in ("fast", "-1us", "1.2.3", "0GB/s"):
         with pytest.raises(SystemExit):
             main(["simulate", f"--net-alpha={wrong}"])

@@ -156,6 +156,8 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ),
         (["--seconds", "0"], "--ranks-per-node and --seconds must be more than 0"),
         (["--seconds", "nan"], "--ranks-per-node and --seconds must be more than 0"),
+        (["--predict", "-3"], "--predict must be at least 0, got -3"),
+        (["--limit", "0"], "--limit must be a positive number of seconds, got 0.0"),
     ):
         assert main(["study", "sync", *words]) == 2
         assert message in capsys.readouterr().err
@@ -164,6 +166,10 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "'two' is not a list of numbers such as 2,4" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match="a single rank has nothing to synchronise"):
         job.main(0, job.Measurements(("ring",), (1,), (8,), 0.01, False))
+    with monkeypatch.context() as patch:
+        patch.setattr("mpicoll.cli.start_ranks.start", lambda *arguments: pytest.fail("it has measured"))
+        assert main(["study", "sync", "--page", str(other / "page")]) == 2
+        assert f"mpicoll: {other / 'page'}: Not a directory" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["study", "sync", "--page", str(tmp_path)]) == 2
     assert "pip install 'mpicoll[plot]'" in capsys.readouterr().err

@@ -607,6 +607,7 @@ def test_peer_or_tag_out_of_range(some: Ranks, operation: str) -> None:
                 repr(wrong),
                 f"[0, {world.size})",
                 "pass mpicoll.PROC_NULL",
+                *(["to receive from any rank, pass None"] if peer == "source" else []),
                 collective=operation,
                 call=lambda w=wrong: function(*x, w),
             )

@@ -183,6 +183,8 @@ def test_wrong_arguments(some: Ranks) -> None:
             with pytest.raises(mpicoll.DTypeError):
                 mpicoll.exchange_halo(x, out=x.astype("f4"), comm=grid)
             assert mpicoll.exchange_halo(x, comm=grid).sum() == 36
+            for width in (np.int64(1), np.ones(2, int)):
+                assert mpicoll.exchange_halo(x, width, comm=grid).sum() == 36  # type: ignore[arg-type]
         with world.graph([world.rank], [world.rank]) as graph:
             with pytest.raises(mpicoll.CommunicatorError, match="form no grid"):
                 mpicoll.exchange_halo(x, comm=graph)

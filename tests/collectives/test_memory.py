@@ -55,8 +55,9 @@ def test_nothing_is_left_to_the_collector(name: str) -> None:
     assert mpicoll.run_local(main, 1, timeout=60) == [0]
 
 
-def test_elements_that_are_not_aligned(some: Ranks) -> None:
-    """MPI's own reductions, which take the caller's memory elsewhere."""
+@pytest.mark.parametrize("rows", [4, 10_000])
+def test_elements_that_are_not_aligned(some: Ranks, rows: int) -> None:
+    """MPI's own reductions, which take the caller's memory elsewhere; the larger ones also in later calls."""
 
     def unaligned(values: np.ndarray) -> np.ndarray:
         array = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype)
@@ -66,7 +67,7 @@ def test_elements_that_are_not_aligned(some: Ranks) -> None:
 
     def main() -> None:
         size, rank = mpicoll.world().size, mpicoll.world().rank
-        x, native = np.arange(4.0 * size) + rank, None if some.local else "native"
+        x, native = np.arange(float(rows * size)) + rank, None if some.local else "native"
         for collective in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
             call = getattr(mpicoll, collective)
             found = call(unaligned(x), algorithm=native)  # before a call with other memory prepares those of its kind
@@ -74,5 +75,6 @@ def test_elements_that_are_not_aligned(some: Ranks) -> None:
             also = call(x, out=out, op="prod", algorithm=native)
             np.testing.assert_array_equal(found, call(x, algorithm=native))
             np.testing.assert_array_equal(also, call(x, op="prod", algorithm=native))
+            np.testing.assert_array_equal(found, call(unaligned(x), algorithm=native))
 
     some(main)

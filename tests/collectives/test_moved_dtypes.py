@@ -66,6 +66,32 @@ def test_numpy(ranks: Ranks, dtype: np.dtype) -> None:
     ranks(body)
 
 
+@pytest.mark.extension
+@pytest.mark.parametrize(("mine", "theirs"), [(">f8", "<f8"), ("i4,f4", "f4,i4"), ("2u1,u2", "u1,u1,u2")])
+def test_dtypes_that_differ_in_more_than_their_name(several: Ranks, mine: str, theirs: str) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        x = np.zeros(2 * world.size, mine if world.rank else theirs)
+        for call in (mpicoll.bcast, mpicoll.allgather, mpicoll.gather, mpicoll.alltoall):
+            comm = world.duplicate()
+            with pytest.raises(mpicoll.MismatchError, match="they differ in dtype"):
+                call(x, comm=comm)
+            comm.free()
+        with world.cart([world.size], True) as ring:
+            for call in (mpicoll.neighbor_allgather, mpicoll.neighbor_alltoall, mpicoll.exchange_halo):
+                with pytest.raises(mpicoll.MismatchError, match="they differ in"):
+                    call(np.tile(x, 2), comm=ring)
+        right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        with mpicoll.debug():
+            if 0 in (world.rank, left):
+                with pytest.raises(mpicoll.MismatchError, match="they differ in dtype"):
+                    mpicoll.sendrecv(x, right, left)
+            else:
+                mpicoll.sendrecv(x, right, left)
+
+    several(body)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex32], ids=str)
 def test_torch(ranks: Ranks, dtype: torch.dtype) -> None:

@@ -138,6 +138,7 @@ def test_blocks_that_do_not_fit(several: Ranks, tmp_path: Path) -> None:
         first = world.rank == 0
         for x, starts, words in (
             (np.ones(3, "f8" if first else "f4"), None, "different dtypes: float64, float32"),
+            (np.ones(3, ">f8" if first else "<f8"), None, "different dtypes: >f8, float64"),
             (np.ones((2, 3) if first else (2, 2)), None, "different extents"),
             (np.ones((2, 3) if first else 2), None, "different dimensions"),
             (np.ones(2), (0,) if first else None, "only some have starts"),

@@ -473,8 +473,9 @@ def test_wrong_arguments(some: Ranks) -> None:
 def test_different_dtypes(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        with pytest.raises(mpicoll.MismatchError, match="Window"):
-            mpicoll.Window(2, "f4" if world.rank else "f8")
+        for mine, theirs in (("f4", "f8"), (">f8", "<f8"), ("i4,f4", "f4,i4")):
+            with pytest.raises(mpicoll.MismatchError, match="Window"):
+                mpicoll.Window(2, mine if world.rank else theirs)
 
     several(body)
 

@@ -209,6 +209,8 @@ def main(rank: int, asked: Settings) -> int:
     comm = world()
     if asked.ranks not in (None, comm.size):
         raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
+    if asked.computing is not None and asked.computing > comm.size:
+        raise ArgumentError(f"bench overlap: --computing {asked.computing}, but the job has {count(comm.size, 'rank')}")
     team = Team(comm)
     try:
         device_arrays.give(team, asked.array)

@@ -84,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = tuple(args.algorithms.split(",")) if args.algorithms else methods.NAMES
     methods.check_names(names)
-    if args.page is not None:
-        formatting.require_matplotlib()
-    if args.ranks_per_node < 1 or not args.seconds > 0:
-        raise ArgumentError("study sync: --ranks-per-node and --seconds must be more than 0")
+    _check(args)
     launched = launch_env.is_launched(os.environ)
     if launched and args.ranks is not None:
         raise ArgumentError("study sync: --ranks is for jobs that the command starts; leave it out under mpirun")
@@ -113,6 +110,21 @@ def run(args: argparse.Namespace) -> int:
             if args.json != "-":
                 formatting.console().print(f"written to {file}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ArgumentError for numbers out of range, SetupError or OSError if no page can be written."""
+    from mpicoll.errors import ArgumentError
+
+    if args.ranks_per_node < 1 or not args.seconds > 0:
+        raise ArgumentError("study sync: --ranks-per-node and --seconds must be more than 0")
+    if args.predict < 0:
+        raise ArgumentError(f"study sync: --predict must be at least 0, got {args.predict}")
+    if not args.limit > 0:
+        raise ArgumentError(f"study sync: --limit must be a positive number of seconds, got {args.limit}")
+    if args.page is not None:
+        formatting.require_matplotlib()
+        args.page.mkdir(parents=True, exist_ok=True)  # an error comes before the measurement, not after it
 
 
 def _measure(

@@ -101,7 +101,7 @@ class Operation:
         return Call(
             query.collective,
             query.nbytes,
-            "" if block is None else block.dtype.name,
+            "" if block is None else block.dtype.text,
             None if block is None else block.array.shape,
             op="" if reduction is None else reduction.name,
             root=query.root if query.collective in ROOTED else None,
