@@ -63,7 +63,7 @@ def resilient(
         The state after the last step.
 
     Raises:
-        ArgumentError: `steps` or `every` is out of range.
+        ArgumentError: `steps` or `every` is out of range, or `step` or `setup` is not a function.
 
     Example:
         >>> mpicoll.resilient(lambda total, number, comm: total + number, 0, steps=4)
@@ -71,6 +71,9 @@ def resilient(
     """
     if steps < 0 or every < 1:
         raise ArgumentError(f"resilient: steps must be at least 0 and every at least 1, got {steps} and {every}")
+    for name, function in (("step", step), ("setup", setup)):
+        if not callable(function) and (name == "step" or function is not None):
+            raise ArgumentError(f"resilient: {name} must be a function, got {function!r}")
     last: S = _Loop(step, state, steps, as_communicator(comm), every, setup).run()
     return last
 

@@ -384,7 +384,7 @@ class GroupOperations:
                 return work if self._coalesced is None else self._add_coalesced(work)
         _check_single("send", tensors)
         _check_peer(core_of(self.comm), "send", "dst", dstRank)
-        check_plain("send", tensors[0])
+        _check_plain(core_of(self.comm), "send", tensors[0])
         with _profile_start("send"):
             request = p2p.isend(flatten_input(tensors[0]), dstRank, tag, comm=self.comm)
         if messages is not None:
@@ -406,6 +406,7 @@ class GroupOperations:
         _check_single("recv", tensors)
         if src is not None:
             _check_peer(core_of(self.comm), "recv", "src", src)
+        _check_plain(core_of(self.comm), "recv", tensors[0])
         status = p2p.Status()
         plain, restore = prepare_in_place(tensors[0])
         with _profile_start("recv"):
@@ -511,3 +512,8 @@ def _check_nonempty(operation: str, tensors: Sequence[torch.Tensor]) -> None:
 def _check_peer(comm: CommunicatorCore, operation: str, name: str, rank: int) -> None:
     """Raise RankError, with the argument's `name` in torch, if `rank` is not one of `comm`: torch has no PROC_NULL."""
     check_rank(operation, name, rank, comm)
+
+
+@adds_rank_to_errors
+def _check_plain(comm: CommunicatorCore, operation: str, tensor: torch.Tensor) -> None:
+    check_plain(operation, tensor)

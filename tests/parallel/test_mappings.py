@@ -493,11 +493,11 @@ def test_wrong_arguments(some: Ranks) -> None:
         number, x = torch.ones(()), torch.ones(size, 3, size)
         split, gather, all_to_all = mappings.split, mappings.gather, mappings.all_to_all
         for name in (*ALONG, *ANY):
-            _refused(mpicoll.DTypeError, [name, "ndarray"], CASES[name].run, x.numpy(), world)
+            _refused(mpicoll.DTypeError, [name, "ndarray", here], CASES[name].run, x.numpy(), world)
         for name in ALONG:
             _refused(mpicoll.ShapeError, [name, "()", "out of range", here], CASES[name].run, number, world)
         for function in (split, gather):
-            for dim in (3, -4):
+            for dim in (3, -4, None, 1.0):
                 words = [function.__name__, f"dimension {dim}", str((size, 3, size)), here]
                 _refused(mpicoll.ShapeError, words, function, x, dim)
             for sizes in ([1] * (size + 1), [2 * size - 1] + [-1] * size, [-size] * size, [0.5] * size, 3):

@@ -620,6 +620,21 @@ def _refused(kind: type[Exception], words: Sequence[str], call: Callable[[], Any
     assert mpicoll.allreduce(world.rank) == sum(range(world.size))
 
 
+OF_A_TENSOR: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": diff.all_reduce,
+    "reduce": partial(diff.reduce, dst=0),
+    "broadcast": partial(diff.broadcast, src=0),
+    "all_gather": diff.all_gather,
+    "all_gather_single": diff.all_gather_single,
+    "reduce_scatter_single": diff.reduce_scatter_single,
+    "gather": diff.gather,
+    "all_to_all_single": diff.all_to_all_single,
+    "sendrecv": partial(diff.sendrecv, dst=0, src=0),
+    "send": partial(diff.send, dst=0),
+    "recv": partial(diff.recv, src=0),
+}
+
+
 def test_wrong_arguments(some: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
@@ -662,6 +677,22 @@ def test_wrong_arguments(some: Ranks) -> None:
                 lambda: diff.all_to_all_single(x, [1] * size, [2] + [1] * (size - 1)),
             ),
         ]
+        for name, function in OF_A_TENSOR.items():
+            for wrong in ([1.0], x.detach().numpy(), None):
+                words = [f"{name}: pass a torch tensor, got {type(wrong).__name__}"]
+                checks.append((mpicoll.DTypeError, words, partial(function, wrong)))
+        sparse = torch.eye(2).to_sparse()
+        for name, call in {
+            **{name: partial(function, sparse) for name, function in OF_A_TENSOR.items()},
+            "reduce_scatter": partial(diff.reduce_scatter, [sparse] * size),
+            "scatter": partial(diff.scatter, [sparse] * size, rank),
+            "all_to_all": partial(diff.all_to_all, [sparse] * size),
+        }.items():
+            checks.append((mpicoll.DTypeError, [f"{name}: pass dense tensors, got a sparse_coo one"], call))
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            for dim in (None, 1.0, "0"):
+                words = [f"{name}: dim", repr(dim)]
+                checks.append((mpicoll.ShapeError, words, partial(getattr(diff, name), x, dim=dim)))
         if size > 1:
             mixed = [parts[0].double(), *parts[1:]]
             uneven = [parts[0][:1], *parts[1:]]
@@ -725,3 +756,52 @@ def test_ranks_that_are_threads_run_their_own_backward_passes() -> None:
 
     assert mpicoll.run_local(main, 2) == [(False, True)] * 2
     assert torch._C._is_multithreading_enabled()
+
+
+def _differentiate(
+    run: Callable[[], Sequence[Tensor]], xs: Sequence[Tensor], loss: Callable[[list[Tensor]], Tensor]
+) -> Any:
+    """The derivatives of the first three orders, each of the loss of the previous ones."""
+    found = [list(run())]
+    for _ in range(3):
+        found.append(list(torch.autograd.grad(loss(found[-1]), xs, create_graph=True)))
+    return found
+
+
+THIRD_ORDER: dict[str, tuple[Callable[[mpicoll.Communicator, Tensor], Tensor], Callable[[Sequence[Tensor]], Any]]] = {
+    "sum": (lambda comm, x: diff.all_reduce(x, group=comm), lambda xs: [_sum(xs)] * len(xs)),
+    "prod": (lambda comm, x: diff.all_reduce(x, "prod", comm), lambda xs: [torch.stack([*xs]).prod(0)] * len(xs)),
+    "max": (lambda comm, x: diff.all_reduce(x, "max", comm), lambda xs: [torch.stack([*xs]).amax(0)] * len(xs)),
+    "nothing is sent": (
+        lambda comm, x: torch.cat(
+            diff.all_to_all(
+                [x[: comm.rank] for _ in range(comm.size)], [(min(source, 2),) for source in range(comm.size)], comm
+            )
+        ),
+        lambda xs: [torch.cat([x[:source] for source, x in enumerate(xs)])] * len(xs),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THIRD_ORDER)
+def test_losses_of_different_degree_on_the_ranks(several: Ranks, name: str) -> None:
+    """Every rank runs the same collectives, although all derivatives of the first one are constant."""
+    collective, oracle = THIRD_ORDER[name]
+
+    def loss(of_rank: Tensor, rank: int) -> Tensor:
+        return (of_rank ** (4 if rank else 1)).sum()
+
+    def body() -> None:
+        comm = mpicoll.world()
+        x = _random((2,), comm.rank).requires_grad_()
+        own = _differentiate(lambda: [collective(comm, x) + x.sum()], [x], lambda of: loss(of[0], comm.rank))
+        xs = [_random((2,), rank).requires_grad_() for rank in range(comm.size)]
+        expected = _differentiate(
+            lambda: [y + one.sum() for y, one in zip(oracle(xs), xs, strict=True)],
+            xs,
+            lambda of: _sum([loss(y, rank) for rank, y in enumerate(of)]),
+        )
+        for (found,), of_ranks in zip(own, expected, strict=True):
+            _close([found], [of_ranks[comm.rank]])
+
+    several(body)

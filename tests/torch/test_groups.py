@@ -177,8 +177,9 @@ def test_split_group_without_some(rank: int, size: int) -> None:
 
 
 @by_torch
-@pytest.mark.parametrize("parts", [[], [[]], [[0], [0]]], ids=str)
+@pytest.mark.parametrize("parts", [[], [[]], [[0], [0]], [[0, 99]], [[0], [-1]]], ids=str)
 def test_split_group_refuses(parts: list[list[int]], rank: int) -> None:
+    """On all ranks, also those of no group."""
     with pytest.raises(mpicoll.ArgumentError, match="split_group"):
         dist.split_group(split_ranks=parts)
     check(dist.group.WORLD, list(range(dist.get_world_size())))

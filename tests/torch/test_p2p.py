@@ -193,6 +193,16 @@ def test_a_message_of_another_size_is_an_error(group: Any) -> None:
     send.wait()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", ["isend", "irecv"])
+@pytest.mark.parametrize("layout", ["sparse", "nested"])
+def test_tensors_without_plain_memory_are_refused(name: str, layout: str) -> None:
+    rank, size = stock.get_rank(), stock.get_world_size()
+    tensor = torch.eye(2).to_sparse() if layout == "sparse" else torch.nested.nested_tensor([torch.ones(2)])
+    with pytest.raises(mpicoll.DTypeError, match=rf"{name[1:]}: pass dense .* \(rank {rank} of {size}\)$"):
+        getattr(stock, name)(tensor, rank)
+
+
 def test_between_collectives(group: Any) -> None:
     """Messages under way don't disturb collectives, nor wait for them."""
     if outside(group):

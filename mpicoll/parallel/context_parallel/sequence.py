@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,12 +155,12 @@ def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout,
         )
 
 
-def _normalize_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
+def _normalize_dim(operation: str, x: Any, dim: Any, comm: Communicator) -> int:
     """Return `dim` as a non-negative number. Raise DTypeError or ShapeError if `x` has no such dimension."""
     if not isinstance(x, Tensor):
         raise DTypeError(f"{operation}: pass a tensor, got {type(x).__name__} {describe_rank(comm)}")
-    if not -x.dim() <= dim < x.dim():
+    if not isinstance(dim, int | np.integer) or not -x.dim() <= dim < x.dim():
         raise ShapeError(
             f"{operation}: dim {dim} is not an axis of a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
         )
-    return dim % x.dim()
+    return int(dim) % x.dim()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from torch import Tensor
 
 from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.errors import MismatchError
+from mpicoll.errors import ArgumentError, MismatchError
+from mpicoll.parallel.groups import describe_rank
 from mpicoll.wording import ranks_and_verb
 
 
@@ -45,6 +47,27 @@ def raise_mismatch(operation: str, comm: Communicator, facts: Sequence[str], rem
             f"{operation}: the ranks disagree from entry {number} on; {remedy}:\n" + "\n".join(lines),
             tuple(rank for rank, value in enumerate(values) if value != usual),
             ("parameters",),
+        )
+
+
+def list_named(operation: str, named: Any, comm: Communicator) -> list[tuple[str, Any]]:
+    """Return the pairs of name and value in `named`, a dict or an iterable of pairs. Raises ArgumentError otherwise."""
+    if isinstance(named, Iterable):
+        pairs = [*(named.items() if isinstance(named, Mapping) else named)]
+        # A tensor of two rows would pass for a pair.
+        if all(isinstance(one, tuple | list) and len(one) == 2 for one in pairs):
+            return [(name, value) for name, value in pairs]
+    raise ArgumentError(
+        f"{operation}: names and tensors are needed, such as model.named_parameters(), got a {type(named).__name__}"
+        f" {describe_rank(comm)}"
+    )
+
+
+def check_optimizer(operation: str, optimizer: Any, comm: Communicator) -> None:
+    """Raise ArgumentError unless `optimizer` has groups of parameters, as those of torch.optim have."""
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(
+            f"{operation}: pass an optimizer of torch.optim, got {type(optimizer).__name__} {describe_rank(comm)}"
         )
 
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpicoll.collectives.bcast import bcast
 from mpicoll.collectives.objects import bcast_object
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.errors import ArgumentError, DTypeError
-from mpicoll.parallel.data_parallel.agreement import check_agreement, describe_tensors
+from mpicoll.errors import ArgumentError, DTypeError, ShapeError
+from mpicoll.parallel.data_parallel.agreement import check_agreement, check_optimizer, describe_tensors, list_named
 from mpicoll.parallel.gradients import get_replica_communicator, iterate_buckets
 from mpicoll.parallel.groups import describe_rank
 
@@ -34,6 +35,7 @@ def broadcast_parameters(
 
     Raises:
         ArgumentError, DTypeError: a value is not a dense tensor; raised before any message leaves.
+        ShapeError: elements of a tensor share memory (an expanded tensor); raised before any message leaves.
         MismatchError: the names, shapes or dtypes differ between ranks; raised on all ranks.
 
     Example:
@@ -43,7 +45,7 @@ def broadcast_parameters(
             broadcast_parameters(model.state_dict())
     """
     comm = get_replica_communicator(group)
-    named = [*(params.items() if isinstance(params, Mapping) else params)]
+    named = list_named("broadcast_parameters", params, comm)
     for name, one in named:
         if not isinstance(one, Tensor):
             raise ArgumentError(
@@ -54,6 +56,12 @@ def broadcast_parameters(
             raise DTypeError(
                 f"broadcast_parameters: {name!r} is a {'DTensor' if isinstance(one, DTensor) else one.layout} tensor;"
                 f" pass dense tensors, which have the same shape on all ranks {describe_rank(comm)}"
+            )
+        # torch has only a private function for this; 1 means that elements certainly share memory.
+        if torch._debug_has_internal_overlap(one) == 1:  # noqa: SLF001
+            raise ShapeError(
+                f"broadcast_parameters: elements of {name!r} share memory (an expanded tensor), so it can't be written"
+                f" to; let the model have a clone() of it, or leave it out {describe_rank(comm)}"
             )
     check_agreement(
         "broadcast_parameters", comm, describe_tensors(named), "pass the state_dict of the same model on all ranks"
@@ -66,7 +74,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
 
     The state is all that ``optimizer.state_dict()`` returns: tensors, numbers, options of parameter groups, and any
     other values that :mod:`pickle` supports. The optimizers of other ranks need no state: neither step nor gradient is
-    needed to create it.
+    needed to create it. Tensors keep their dtypes, other than by ``load_state_dict``, which gives them those of the
+    parameters.
 
     Args:
         optimizer: of the same parameters, in the same groups, on all ranks.
@@ -74,6 +83,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
         group: as of :func:`broadcast_parameters`.
 
     Raises:
+        ArgumentError: `optimizer` is not one; raised before any message leaves.
         MismatchError: the parameters differ between ranks; raised on all ranks.
         DTypeError, ArgumentError: a value of the state can't be pickled; raised on all ranks.
 
@@ -84,6 +94,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
             broadcast_optimizer_state(optimizer)
     """
     comm = get_replica_communicator(group)
+    check_optimizer("broadcast_optimizer_state", optimizer, comm)
     facts = describe_tensors(
         (f"group {number}, parameter {index}", one)
         for number, of_group in enumerate(optimizer.param_groups)
@@ -99,7 +110,40 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
         state = _map_leaves(state, lambda one: _make_tensor(one, tensors, device))
     _bcast_tensors(tensors, root, comm)
     if not is_root:
+        _load(optimizer, state)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load `state` as it is, although torch casts it to the dtypes of the parameters.
+
+    The hooks see what torch's own method loads also where a class of optimizers extends it.
+    """
+    given: dict[str, Any] = {}
+    before = optimizer.register_load_state_dict_pre_hook(lambda _, loaded: given.update(loaded))
+    after = optimizer.register_load_state_dict_post_hook(lambda one: _restore_dtypes(one, given))
+    try:
         optimizer.load_state_dict(state)
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Replace the tensors of the state that torch has cast by those of `given`, from which it was loaded."""
+    numbers = [number for of_group in given["param_groups"] for number in of_group["params"]]
+    parameters = [one for of_group in optimizer.param_groups for one in of_group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in given["state"]:
+            cast, structure = tree_flatten(optimizer.state[parameter])
+            exact, loaded = tree_flatten(given["state"][number])
+            if structure == loaded:  # else the class has its own form of the state
+                leaves = [_restore_dtype(left, right) for left, right in zip(cast, exact, strict=True)]
+                optimizer.state[parameter] = tree_unflatten(leaves, structure)
+
+
+def _restore_dtype(cast: Any, exact: Any) -> Any:
+    is_other = isinstance(cast, Tensor) and isinstance(exact, Tensor) and cast.dtype != exact.dtype
+    return exact.to(cast.device) if is_other else cast
 
 
 class _Place(NamedTuple):

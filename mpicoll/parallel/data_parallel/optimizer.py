@@ -15,7 +15,7 @@ from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.errors import ArgumentError, DTypeError, MismatchError
-from mpicoll.parallel.data_parallel.agreement import check_agreement
+from mpicoll.parallel.data_parallel.agreement import check_agreement, check_optimizer, list_named
 from mpicoll.parallel.data_parallel.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicoll.parallel.data_parallel.compression import Compression, Compressor
 from mpicoll.parallel.data_parallel.metrics import metric_average
@@ -41,7 +41,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``step(closure)``, which LBFGS needs, reduces the gradients after each evaluation and averages the loss. It can't be
     combined with :meth:`join`.
 
-    A parameter may be frozen or unfrozen between two steps, on all ranks: its gradient is reduced from then on.
+    A parameter may be frozen or unfrozen between two steps, on all ranks: its gradient is reduced from then on. After
+    one was unfrozen, or :meth:`add_param_group`, the ranks agree on new buckets; what compression has kept of the
+    gradients of earlier steps is dropped.
 
     Args:
         optimizer: of the same parameters, in the same groups, on all ranks.
@@ -96,8 +98,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group: Any = None,
     ) -> None:
         comm = get_replica_communicator(group)
+        check_optimizer("DistributedOptimizer", optimizer, comm)
         self._optimizer = optimizer
-        self._names = {id(one): name for name, one in named_parameters or ()}
+        named = list_named("DistributedOptimizer", () if named_parameters is None else named_parameters, comm)
+        self._names = {id(one): name for name, one in named}
         self._options = Options(
             op, backward_passes_per_step, int(bucket_cap_mb * (1 << 20)), compression, not divide_by_initial_world_size
         )
@@ -132,8 +136,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Reduce the gradients, unless :meth:`synchronize` has, and let the wrapped optimizer take a step. Collective.
 
         Raises:
-            ArgumentError: within :meth:`skip_synchronize`, if there are gradients that have not been reduced; with
-                `closure`, if a rank has joined.
+            ArgumentError: within :meth:`skip_synchronize`, if there are gradients that have not been reduced; if a rank
+                has joined, with `closure` or after a parameter was unfrozen.
         """
         if closure is not None:
             return self._step_with(closure)
@@ -171,14 +175,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _reduce(self, *, closure: bool = False) -> None:
         if self._reducer is not None:
-            self._reducer.synchronize(closure=closure)
-            self._add_unfrozen(self._reducer)
+            unfrozen = not all(map(self._reducer.reduces, self._list_parameters()))
+            self._reducer.synchronize(closure=closure, unfrozen=unfrozen)
+            if unfrozen:
+                self._add_unfrozen(self._reducer)
         self._synchronized = True
 
     def _add_unfrozen(self, reducer: Reducer) -> None:
         """Reduce the gradients of parameters that were frozen when `reducer` was made, and make one that has them."""
-        if all(map(reducer.reduces, self._list_parameters())):
-            return
         unfrozen = [(name, one) for name, one in self._name_parameters() if not reducer.reduces(one)]
         once = Reducer(unfrozen, self._comm, self._options)
         once.synchronize()
@@ -213,7 +217,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: there are gradients that have not been reduced, or this optimizer has taken a step with a
-                closure, which can't be combined with join; or another rank takes one, then on all ranks.
+                closure, which can't be combined with join; or, then on all ranks, another rank takes one, or a step
+                with parameters that it has unfrozen.
         """
         if self._reducer is None:
             return 0
@@ -282,6 +287,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_arguments(self, comm: Communicator) -> None:
         problem = None
         op, passes, capacity = self._options[:3]
+        compressor: Any = self._options.compressor
         if type(self._optimizer) is DistributedOptimizer:
             problem = "the optimizer is a DistributedOptimizer already; pass the one of torch.optim"
         elif op not in ("avg", "sum"):
@@ -290,6 +296,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             problem = (
                 f"backward_passes_per_step must be at least 1, bucket_cap_mb above 0, got {passes} and {capacity >> 20}"
             )
+        elif not isinstance(compressor, Compressor):
+            problem = f"compression must be one of parallel.Compression, got {compressor!r}"
         elif not self._list_parameters():
             problem = "the optimizer has no parameters that require gradients"
         if problem is not None:

@@ -116,12 +116,12 @@ class Reducer:
             while len(self._pending) < len(self._buckets) and not self._buckets[len(self._pending)].missing:
                 self._start_next()
 
-    def synchronize(self, *, joined: bool = False, closure: bool = False) -> int:
+    def synchronize(self, *, joined: bool = False, closure: bool = False, unfrozen: bool = False) -> int:
         """Reduce the gradients that are not yet being reduced, and wait for all. Collective.
 
         With `joined` this rank has no more data: its gradients count as zeros. With `closure` it needs the losses of
-        all ranks afterwards. Return the number of ranks that have joined. Raises ArgumentError on all ranks, those that
-        have joined included, if there are ranks of both kinds.
+        all ranks afterwards, with `unfrozen` their gradients of further parameters. Return the number of ranks that
+        have joined. Raises ArgumentError on all ranks, those that have joined included, if some need others for that.
         """
         self._joined = joined
         if not self._buckets:
@@ -134,13 +134,21 @@ class Reducer:
         any_joined = [one.read(joined=joined) for one in self._buckets]
         num_joined = 0
         if any(any_joined):
-            num_joined, num_closures = map(int, allreduce(np.array([joined, closure], np.int64), comm=self._comm))
+            own = np.array([joined, closure, unfrozen], np.int64)
+            num_joined, num_closures, num_unfrozen = map(int, allreduce(own, comm=self._comm))
             if num_closures:
                 self._reset_counts()
                 raise ArgumentError(
                     f"DistributedOptimizer: step(closure) after {num_joined} of {self._comm.size} ranks have called"
                     " join(), which can't take part in the mean of the loss; call step() without a closure, or take the"
                     f" same number of steps on all ranks {describe_rank(self._comm)}"
+                )
+            if num_unfrozen:
+                self._reset_counts()
+                raise ArgumentError(
+                    f"DistributedOptimizer: parameters were unfrozen after {num_joined} of {self._comm.size} ranks have"
+                    " called join(), for which they are still frozen; unfreeze them on all ranks before any rank calls"
+                    f" join() {describe_rank(self._comm)}"
                 )
         if self._options.op == "avg" and self._options.scale_by_active and 0 < num_joined < self._comm.size:
             for one in self._buckets:

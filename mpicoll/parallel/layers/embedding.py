@@ -15,6 +15,7 @@ from mpicoll.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from mpicoll.parallel.mappings.arguments import check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +42,7 @@ class VocabParallelEmbedding(ParallelModule):
         ShapeError: the number of ranks does not divide `num_embeddings`, or with `sequence_parallel` axis 0 of the ids.
         ArgumentError: `padding_idx` is out of range.
         IndexError: an id is out of range.
+        DTypeError: the input is not a tensor.
 
     Example:
         ::
@@ -130,6 +132,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         comm = self.comm
+        check_tensor("VocabParallelEmbedding", ids, comm)
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % comm.size):
             raise ShapeError(
                 f"VocabParallelEmbedding: the sequence, axis 0 of ids of shape {tuple(ids.shape)}, can't be divided"

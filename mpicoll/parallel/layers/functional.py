@@ -23,6 +23,7 @@ from mpicoll.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from mpicoll.parallel.mappings.arguments import check_tensor
 from mpicoll.torch.no_compile import disable_compile
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def column_parallel_linear(
         The tensor ``(..., out / P)`` of the full sequence.
 
     Raises:
+        DTypeError: `x` is not a tensor; raised before any message leaves.
         ShapeError: the last axis of `x` is not that of `weight`; raised before any message leaves.
 
     Example:
@@ -148,6 +150,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_features(operation: str, x: Tensor, features: int, sequence_parallel: bool, comm: Communicator) -> None:
+    check_tensor(operation, x, comm)
     axes = 2 if sequence_parallel else 1
     if x.dim() < axes or x.shape[-1] != features:
         needed = f"(sequence, ..., {features})" if sequence_parallel else f"(..., {features})"

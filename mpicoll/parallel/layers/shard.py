@@ -123,12 +123,16 @@ def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) 
     named = dict(module.named_modules(remove_duplicate=False))
     del named[""]
     matches: _Matches = {}
+    if not isinstance(plan, Mapping):
+        raise ArgumentError(
+            f"shard_: plan must be a dict of names and kinds, such as {{'0': 'column'}}, got a {type(plan).__name__}"
+        )
     for pattern, what in plan.items():
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
             raise ArgumentError(f"shard_: no submodule matches {pattern!r}; the submodules are {sorted(named)}")
-        kind = what if isinstance(what, str) else what.get("layer")
-        if kind not in _SOURCE_TYPES:
+        kind = what.get("layer") if isinstance(what, Mapping) else what
+        if not isinstance(kind, str) or kind not in _SOURCE_TYPES:
             raise ArgumentError(f"shard_: {pattern!r} must become one of {sorted(_SOURCE_TYPES)}, got {what!r}")
         for name in fitting:
             # Subclasses may compute something else.

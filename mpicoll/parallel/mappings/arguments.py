@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from mpicoll.engine.core.communicator import Communicator
@@ -44,19 +45,25 @@ def check_part(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[
 
 
 def resolve_communicator(operation: str, x: Any, group: Any) -> Communicator:
+    comm = communicator(group)
+    check_tensor(operation, x, comm)
+    return comm
+
+
+def check_tensor(operation: str, x: Any, comm: Communicator) -> None:
+    """Raise DTypeError unless `x` is a tensor of torch."""
     if not isinstance(x, Tensor):
-        raise DTypeError(f"{operation}: pass a torch tensor, got {type(x).__name__}")
-    return communicator(group)
+        raise DTypeError(f"{operation}: pass a torch tensor, got {type(x).__name__} {describe_rank(comm)}")
 
 
-def normalize_dim(operation: str, x: Tensor, dim: int, comm: Communicator) -> int:
+def normalize_dim(operation: str, x: Tensor, dim: Any, comm: Communicator) -> int:
     """Return `dim` as a non-negative number. Raise ShapeError if `x` has no such dimension."""
     dims = x.dim()
-    if not -dims <= dim < dims:
+    if not isinstance(dim, int | np.integer) or not -dims <= dim < dims:
         raise ShapeError(
             f"{operation}: dimension {dim} is out of range for a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
         )
-    return dim % dims
+    return int(dim) % dims
 
 
 def check_equal(operation: str, x: Tensor, dim: int, comm: Communicator, remedy: str) -> None:

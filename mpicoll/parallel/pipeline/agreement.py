@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -46,16 +46,27 @@ def gather_objects(p2p: PipeP2P, own: Any) -> list[Any]:
     return gathered
 
 
+def _check_modules(p2p: PipeP2P, modules: Sequence[Any]) -> None:
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise ArgumentError(
+                "PipelineEngine: modules must be a module of torch.nn, or a sequence of them, got a"
+                f" {type(one).__name__} (stage {p2p.stage} of {p2p.stages})"
+            )
+
+
 def check_agreement(
-    p2p: PipeP2P, schedule: str, micro_batches: int, chunks: int, tied: Mapping[str, nn.Parameter]
+    p2p: PipeP2P, schedule: str, micro_batches: int, modules: Sequence[nn.Module], tied: Mapping[str, nn.Parameter]
 ) -> dict[str, list[int]]:
     """Return the stages that hold each tied parameter.
 
     Raises on all stages if one of them fails, or would run another schedule.
     """
+    chunks = len(modules)
     work = f"schedule {schedule!r}, {micro_batches} micro-batches, {chunks} chunks"
     own_terms, failure = _StageTerms(work, 0, "", {}), None
     try:
+        _check_modules(p2p, modules)
         if not schedules.find(schedule).backward:
             able = ", ".join(name for name, one in schedules.schedules().items() if one.backward)
             raise AlgorithmError(

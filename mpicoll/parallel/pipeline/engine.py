@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -82,8 +82,8 @@ class PipelineEngine:
             `data_group`, are bounded by MPICOLL_TIMEOUT.
 
     Raises:
-        ArgumentError: stages pass different `micro_batches`, `schedule` or numbers of chunks, or a stage fails; on all
-            stages.
+        ArgumentError: stages pass different `micro_batches`, `schedule` or numbers of chunks, or a stage fails, such as
+            by `modules` that are none; on all stages.
         ScheduleError: the schedule is not correct.
         ShapeError: tied parameters differ in shape.
         DTypeError: tied parameters differ in dtype.
@@ -112,7 +112,9 @@ class PipelineEngine:
         data_group: Any = None,
         timeout: float | None = None,
     ) -> None:
-        self.modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        given: Any = modules
+        several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
+        self.modules: list[nn.Module] = [*given] if several else [given]
         self.loss_fn = loss_fn
         self.micro_batches = micro_batches
         self.schedule = schedule
@@ -123,7 +125,7 @@ class PipelineEngine:
         self._events: list[tuple[int, Action, float, float]] = []
         self._failed = ""
         try:
-            holders = check_agreement(self._p2p, schedule, micro_batches, len(self.modules), tied or {})
+            holders = check_agreement(self._p2p, schedule, micro_batches, self.modules, tied or {})
             self._tied = share_tied(self.comm, tied or {}, holders)
         except Exception as error:
             if not isinstance(error, CommunicationError):
@@ -154,7 +156,8 @@ class PipelineEngine:
             inputs: on the first stage: a tensor, or a tuple, list or dict of tensors, whose axis 0 is the batch. They
                 are divided into `micro_batches` parts, which differ by one sample at most. All else in them, such as
                 numbers, strings, None and numpy arrays, goes to each part whole. Other stages' values are ignored.
-            targets: the same, on the last stage.
+            targets: the same, on the last stage. Their length is not compared with that of the inputs, since a loss may
+                take, for example, a target for each token of a sample; `loss_fn` gets the parts of both.
             reduce: then sum the gradients of tied parameters and average all gradients over `data_group`; pass False
                 for all but the last of several batches between two steps.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from mpicoll.buffers.ops import OpLike, Premul
+from mpicoll.buffers.torch import find_other_kind
 from mpicoll.collectives.arguments import adds_rank_to_errors, check_peer, check_rank
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -80,14 +82,28 @@ def _resolve_rank(operation: str, rank: Any, group: Any, comm: Communicator) -> 
         raise RankError(f"{operation}: {error}; pass the global rank of a member of the group {where}") from error
 
 
-def move_to_front(operation: str, tensor: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """Return `tensor` with axis `dim` first."""
-    if not -max(tensor.dim(), 1) <= dim < max(tensor.dim(), 1):
-        raise ShapeError(
-            f"{operation}: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)} (rank {comm.rank} of"
-            f" {comm.size})"
+def check_tensor(operation: str, tensor: Any, comm: Communicator) -> None:
+    """Raise DTypeError unless `tensor` is a dense one of torch."""
+    where = f"(rank {comm.rank} of {comm.size})"
+    if not isinstance(tensor, Tensor):
+        raise DTypeError(f"{operation}: pass a torch tensor, got {type(tensor).__name__} {where}")
+    kind = find_other_kind(tensor)
+    if kind is not None:
+        raise DTypeError(
+            f"{operation}: pass dense tensors, got a {kind} one; call to_dense(), dequantize() or to_padded_tensor()"
+            f" {where}"
         )
-    return tensor.movedim(dim, 0) if tensor.dim() else tensor.reshape(1)
+
+
+def move_to_front(operation: str, tensor: Tensor, dim: Any, comm: Communicator) -> Tensor:
+    """Return `tensor` with axis `dim` first."""
+    dims = max(tensor.dim(), 1)
+    if not isinstance(dim, int | np.integer) or not -dims <= dim < dims:
+        raise ShapeError(
+            f"{operation}: dim must be an axis of a tensor of shape {tuple(tensor.shape)}, got {dim!r} (rank"
+            f" {comm.rank} of {comm.size})"
+        )
+    return tensor.movedim(int(dim), 0) if tensor.dim() else tensor.reshape(1)
 
 
 def check_list(operation: str, tensors: Any, comm: Communicator, *, alike: bool = False, remedy: str = "") -> None:
@@ -95,6 +111,8 @@ def check_list(operation: str, tensors: Any, comm: Communicator, *, alike: bool 
     where = f"(rank {comm.rank} of {comm.size})"
     if not isinstance(tensors, list | tuple) or not all(isinstance(one, Tensor) for one in tensors):
         raise DTypeError(f"{operation}: pass a list of tensors, got {type(tensors).__name__} {where}")
+    for one in tensors:
+        check_tensor(operation, one, comm)
     if len(tensors) != comm.size:
         raise ShapeError(f"{operation}: pass a tensor for each of the {comm.size} ranks, got {len(tensors)} {where}")
     if len({one.dtype for one in tensors}) > 1:

@@ -22,6 +22,7 @@ from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.autograd.arguments import (
     check_list,
+    check_tensor,
     convert_op,
     find_weight,
     make_no_gradient_error,
@@ -61,6 +62,7 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("all_reduce", tensor, comm)
     op = convert_op(op, "all_reduce", tensor)
     weight = find_weight(op, comm)
     if weight is not None:
@@ -106,6 +108,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tens
         tensor([1., 1.])
     """
     comm, root = resolve_root("reduce", "dst", dst, group)
+    check_tensor("reduce", tensor, comm)
     op = convert_op(op, "reduce", tensor)
     weight = require_weight("reduce", op, comm, tensor)
     return apply_linear(
@@ -138,6 +141,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
         tensor([1., 1.])
     """
     comm, root = resolve_root("broadcast", "src", src, group)
+    check_tensor("broadcast", tensor, comm)
     return apply_linear(
         tensor,
         lambda x: as_tensor(bcast(x, root, comm=comm)),
@@ -169,6 +173,7 @@ def all_gather(tensor: Tensor, group: Any = None, *, sizes: Sequence[int] | None
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("all_gather", tensor, comm)
     if sizes is None:
         return tuple(all_gather_single(tensor.unsqueeze(0), group=comm).unbind())
     return tuple(all_gather_single(tensor, group=comm, sizes=sizes).split_with_sizes(list(sizes)))
@@ -198,6 +203,7 @@ def all_gather_single(tensor: Tensor, dim: int = 0, group: Any = None, *, sizes:
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("all_gather_single", tensor, comm)
     rows = move_to_front("all_gather_single", tensor, dim, comm)
     whole = apply_linear(
         rows,
@@ -266,6 +272,7 @@ def reduce_scatter_single(
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("reduce_scatter_single", tensor, comm)
     op = convert_op(op, "reduce_scatter_single", tensor)
     weight = require_weight("reduce_scatter_single", op, comm, tensor)
     rows = move_to_front("reduce_scatter_single", tensor, dim, comm)
@@ -300,6 +307,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
         (tensor([1., 1.]),)
     """
     comm, root = resolve_root("gather", "dst", dst, group)
+    check_tensor("gather", tensor, comm)
     rows = tensor.unsqueeze(0)
     to_root, from_root = _make_root_maps(rows, (comm.size, *tensor.shape), root, comm)
     return tuple(apply_linear(rows, to_root, from_root).unbind())
@@ -334,6 +342,7 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
         check_list("scatter", tensors, comm, alike=True)
         rows = torch.stack(list(tensors))
     elif isinstance(tensors, Tensor):
+        check_tensor("scatter", tensors, comm)
         rows = tensors.unsqueeze(0)
     else:
         raise DTypeError(
@@ -375,7 +384,9 @@ def all_to_all(
         return tuple(all_to_all_single(torch.stack(list(tensors)), group=comm).unbind())
     shapes = [torch.Size(shape) for shape in output_shapes]
     sent, received = [one.numel() for one in tensors], [shape.numel() for shape in shapes]
-    whole = all_to_all_single(torch.cat([one.reshape(-1) for one in tensors]), received, sent, comm)
+    # Not as vectors: `cat` drops the graph of empty ones, and a rank that sends nothing would not run later backwards.
+    rows = torch.cat([one.reshape(-1, 1) for one in tensors])
+    whole = all_to_all_single(rows, received, sent, comm)
     return tuple(part.view(shape) for part, shape in zip(whole.split_with_sizes(received), shapes, strict=True))
 
 
@@ -407,6 +418,7 @@ def all_to_all_single(
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("all_to_all_single", tensor, comm)
     if (output_split_sizes is None) != (input_split_sizes is None):
         raise ShapeError(
             "all_to_all_single: pass both output_split_sizes and input_split_sizes, on every rank, or neither"
@@ -431,10 +443,10 @@ class _Product(Function):
         return as_tensor(allreduce(tensor, op, comm=comm)), token
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, token_grad: Tensor) -> Any:
         tensor, token = ctx.saved_tensors
         comm = ctx.comm
-        total = all_reduce(add_dependency(grad, token), group=comm)
+        total = all_reduce(add_dependency(grad, token, token_grad), group=comm)
         # Dividing the product by this rank's factor would be wrong where that is zero.
         factors = all_gather_single(tensor.unsqueeze(0), group=comm)
         others = torch.cat([factors[: comm.rank], factors[comm.rank + 1 :]]).prod(0)
@@ -450,9 +462,9 @@ class _Extreme(Function):
         return result, token
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, token_grad: Tensor) -> Any:
         tensor, result, token = ctx.saved_tensors
-        total = all_reduce(add_dependency(grad, token), group=ctx.comm)
+        total = all_reduce(add_dependency(grad, token, token_grad), group=ctx.comm)
         attained = (tensor == result).to(grad.dtype)
         return total * (attained / allreduce(attained, comm=ctx.comm)), None, None
 

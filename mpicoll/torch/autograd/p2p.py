@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpicoll.collectives import p2p
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.torch.autograd.arguments import resolve_peer
+from mpicoll.torch.autograd.arguments import check_tensor, resolve_peer
 from mpicoll.torch.autograd.linear_map import apply_linear, as_tensor
 from mpicoll.torch.groups import communicator
 from mpicoll.torch.no_compile import disable_compile
@@ -48,6 +48,7 @@ def sendrecv(
         tensor([1., 1.])
     """
     comm = communicator(group)
+    check_tensor("sendrecv", tensor, comm)
     to = None if dst is None else resolve_peer("sendrecv", "dst", dst, group, comm)
     origin = None if src is None else resolve_peer("sendrecv", "src", src, group, comm)
     return _exchange(tensor, to, origin, tag, tensor.shape if shape is None else shape, comm)
@@ -84,6 +85,7 @@ def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
         [None, [1.0, 1.0]]
     """
     comm = communicator(group)
+    check_tensor("send", tensor, comm)
     return _exchange(tensor, resolve_peer("send", "dst", dst, group, comm), None, tag, (), comm)
 
 
@@ -116,6 +118,7 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
         [None, [1.0, 1.0]]
     """
     comm = communicator(group)
+    check_tensor("recv", like, comm)
     return _exchange(like, None, resolve_peer("recv", "src", src, group, comm), tag, like.shape, comm)
 
 

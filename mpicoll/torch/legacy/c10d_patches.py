@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.backend_names import names_mpicoll, replace_mpi
 from mpicoll.engine.world import world
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import current_device, rendezvous_handler
 from mpicoll.torch.ddp_hooks import register_builtin_hook
 from mpicoll.torch.group_members import needs_connections
@@ -103,6 +103,11 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     flat = [rank for part in lists for rank in part]
     if len(set(flat)) != len(flat):
         raise ArgumentError(f"split_group: a rank can be in one group only, got {lists!r}")
+    if not set(flat) <= set(range(parent.size())):
+        raise RankError(
+            f"split_group: split_ranks must be ranks of the parent group, in [0, {parent.size()}), got {lists!r} (rank"
+            f" {parent.rank()} of {parent.size()})"
+        )
     own_ranks = next((sorted(part) for part in lists if parent.rank() in part), None)
     # Ranks that are not members draw the name too, so that later names agree on all ranks.
     name = c10d._process_group_name(own_ranks or sorted(lists[0]), use_hashed_name=True)

@@ -68,6 +68,8 @@ class TestSequence:
             for function in (cp.split_sequence, cp.gather_sequence):
                 with pytest.raises(mpicoll.errors.ShapeError, match="dim 2 is not an axis"):
                     function(x, 2)
+                with pytest.raises(mpicoll.errors.ShapeError, match="dim None is not an axis"):
+                    function(x, None)  # type: ignore[arg-type]
                 with pytest.raises(mpicoll.errors.DTypeError, match="got list"):
                     function([1], 0)  # type: ignore[arg-type]
                 with pytest.raises(mpicoll.errors.ArgumentError, match="got 'zag'"):

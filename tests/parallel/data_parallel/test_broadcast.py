@@ -17,6 +17,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
     "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
     "lbfgs": torch.optim.LBFGS,
     "tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
 }
@@ -51,20 +52,21 @@ def test_parameters(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state(several: Ranks, name: str) -> None:
-    """Other ranks have not taken a step, and so have no state."""
+def test_optimizer_state(several: Ranks, name: str, dtype: torch.dtype) -> None:
+    """Other ranks have not taken a step, and so have no state. That of some optimizers is float32 for all dtypes."""
 
     def body() -> list[Any]:
         world = mpicoll.world()
-        model = nn.Linear(3, 2)
+        model = nn.Linear(3, 2, dtype=dtype)
         nn.init.ones_(model.weight)
         optimizer = OPTIMIZERS[name](model.parameters())
         root = world.size - 1
 
         def closure() -> Any:
             optimizer.zero_grad()
-            loss = model(torch.arange(3.0)).square().sum()
+            loss = model(torch.arange(3, dtype=dtype)).square().sum()
             loss.backward()
             return loss
 
@@ -85,6 +87,29 @@ def test_optimizer_state(several: Ranks, name: str) -> None:
     assert first[0]["state"]
 
 
+def test_an_optimizer_with_its_own_form_of_the_state(several: Ranks) -> None:
+    """It keeps float32 moments, and stores them as a list."""
+
+    class Own(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            state = super().state_dict()
+            return {**state, "state": {key: [*one.values()] for key, one in state["state"].items()}}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            state = {key: {"moment": one[0]} for key, one in state_dict["state"].items()}
+            super().load_state_dict({**state_dict, "state": state})
+
+    def body() -> None:
+        rank, weight = mpicoll.world().rank, nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = Own([weight], lr=0.1)
+        if rank == 0:
+            optimizer.state[weight]["moment"] = torch.tensor([1 / 3, 3.0])
+        broadcast_optimizer_state(optimizer)
+        assert torch.equal(optimizer.state[weight]["moment"], torch.tensor([1 / 3, 3.0]))
+
+    several(body)
+
+
 def test_errors(several: Ranks) -> None:
     def body() -> None:
         rank = mpicoll.world().rank
@@ -92,6 +117,13 @@ def test_errors(several: Ranks) -> None:
             broadcast_parameters({"extra": {}})
         with pytest.raises(mpicoll.DTypeError, match=r"'x' is a torch.sparse_coo tensor.*dense"):
             broadcast_parameters({"x": torch.eye(2).to_sparse()})
+        with pytest.raises(mpicoll.ShapeError, match=rf"'x' share memory .*clone.*\(rank {rank} of"):
+            broadcast_parameters({"x": torch.ones(1).expand(3)})
+        for wrong, told in ((3, "int"), (nn.Linear(4, 2).parameters(), "generator"), (nn.Linear(4, 2), "Linear")):
+            with pytest.raises(mpicoll.ArgumentError, match=rf"named_parameters\(\), got a {told} \(rank {rank} of"):
+                broadcast_parameters(wrong)  # type: ignore[arg-type]
+        with pytest.raises(mpicoll.ArgumentError, match=rf"optimizer of torch.optim, got int \(rank {rank} of"):
+            broadcast_optimizer_state(3)  # type: ignore[arg-type]
         with pytest.raises(mpicoll.MismatchError, match=r"(?s)entry 1 on.*nothing more"):
             broadcast_parameters({str(number): torch.ones(1) for number in range(1 if rank == 1 else 2)})
         model = nn.Linear(2, 2 if rank else 1)

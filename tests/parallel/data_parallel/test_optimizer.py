@@ -386,11 +386,15 @@ def test_wrong_use(several: Ranks) -> None:
         for arguments, message in (
             ({"op": "adasum"}, "op must be 'avg' or 'sum', got 'adasum'"),
             ({"backward_passes_per_step": 0}, "must be at least 1"),
+            ({"compression": "fp16"}, "compression must be one of parallel.Compression, got 'fp16'"),
+            ({"named_parameters": model.parameters()}, r"model.named_parameters\(\), got a generator"),
         ):
             with pytest.raises(mpicoll.ArgumentError, match=message):
                 DistributedOptimizer(torch.optim.SGD(model.parameters()), **arguments)
         with pytest.raises(TypeError, match=r"state_dict\(\), and wrap"):
             copy.deepcopy(optimizer)
+        with pytest.raises(mpicoll.ArgumentError, match=f"pass an optimizer of torch.optim, got int {here}"):
+            DistributedOptimizer(3)  # type: ignore[arg-type]
         with pytest.raises(mpicoll.ArgumentError, match="already"):
             DistributedOptimizer(optimizer)
         nothing = nn.Parameter(torch.ones(1), requires_grad=False)

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.parallel_layers import (
@@ -34,7 +35,7 @@ from support.ranks import Comms, Ranks
 from torch import Tensor, nn
 
 import mpicoll
-from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.errors import ArgumentError, DTypeError, ShapeError
 from mpicoll.parallel.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -448,6 +449,16 @@ def test_what_does_not_divide(some_more: Ranks) -> None:
         }.items():
             with pytest.raises(ShapeError, match=message):
                 call()
+        for layer, name in (
+            (column, "column_parallel_linear"),
+            (row, "RowParallelLinear"),
+            (vocab, "VocabParallelEmb"),
+        ):
+            for wrong in (np.ones((2, 8)), [1.0], None):
+                with pytest.raises(
+                    DTypeError, match=f"{name}.*: pass a torch tensor, got {type(wrong).__name__} {where}"
+                ):
+                    layer(wrong)
         with pytest.raises(ArgumentError, match=rf"padding_idx {2 * size} is not in \[-{2 * size}, {2 * size}\)"):
             VocabParallelEmbedding(2 * size, 8, padding_idx=2 * size)
         with pytest.raises(ArgumentError, match="sequence_parallel=True needs input_is_parallel=True"):

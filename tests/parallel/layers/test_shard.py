@@ -137,6 +137,7 @@ def test_what_can_not_be_converted(some: Ranks) -> None:
             (Block(), {"fc9": "column"}, "no submodule matches 'fc9'; the submodules are .*'fc1'"),
             (Block(), {"fc1": "columns"}, "'fc1' must become one of .*'column'.*, got 'columns'"),
             (Block(), {"fc1": {"gather_output": True}}, "'fc1' must become one of"),
+            (Block(), {"fc1": ["column"]}, r"'fc1' must become one of .*, got \['column'\]"),
             (Block(), {"ln1": "column"}, "'ln1', which 'ln1' matches, is a LayerNorm; 'column' needs a Linear"),
             (odd, {"odd": "row"}, "'odd', which 'odd' matches, is a Odd"),
             (odd, {"sparse": "vocab"}, "an Embedding with sparse can't"),
@@ -146,6 +147,8 @@ def test_what_can_not_be_converted(some: Ranks) -> None:
             (same, {"b": "row"}, "'b' is the same module as 'a'"),
             (pruned, {"a": "row"}, r"'a' has the parameters \['weight_orig'\], from which"),
         ]
+        with pytest.raises(ArgumentError, match=r"plan must be a dict of names and kinds.*got a str"):
+            shard_(Block(), "column")  # type: ignore[arg-type]
         for model, plan, message in wrong:
             before = [type(one) for one in model.modules()]
             if plan.get("head") == "row" and mpicoll.world().size == 1:

@@ -537,6 +537,19 @@ def test_a_stage_that_cannot_be_made_is_named(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.parametrize(("modules", "kind"), [("x", "str"), (3, "int"), ([Plain(0), None], "NoneType")])
+def test_what_is_no_module_is_an_error_on_all_stages(several: Ranks, modules: Any, kind: str) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        given = modules if world.rank == 1 else Plain(0)
+        with pytest.raises(
+            mpicoll.ArgumentError, match=rf"modules must be .*, got a {kind} \(stage 1 of {world.size}\)"
+        ):
+            PipelineEngine(given, loss_fn, micro_batches=2, group=world, timeout=20)
+
+    several(body)
+
+
 @pytest.mark.parametrize("first", ["train", "evaluate", "predict 1", "predict 2"])
 def test_other_methods_are_noticed(several: Ranks, first: str) -> None:
     """Nobody gets a result, and nobody goes on with what is left over."""
