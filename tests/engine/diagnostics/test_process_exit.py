@@ -234,8 +234,8 @@ def test_frames_of_the_package_are_folded() -> None:
         for error in (refused, below):
             (note,) = error.__notes__
             assert re.fullmatch(r"\[\d+ frames of mpicoll are not shown; python -X dev shows them\]", note)
-    mistake = _raised(lambda: mpicoll.resilient(None, 0, 1))  # type: ignore[arg-type]
-    assert _frames(mistake)[-1] == "_run_steps"
+    mistake = _raised(lambda: mpicoll.resilient(step, 0, "1"))  # type: ignore[arg-type]
+    assert _frames(mistake)[-1] == "resilient"
 
 
 def test_an_exception_that_takes_no_note_ends_the_job_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
