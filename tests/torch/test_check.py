@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,19 @@ def test_generated_mismatches(number: int) -> None:
 def test_mismatches_are_noticed_by_default() -> None:
     """One of each kind, form and size, but for rows that only pairs of ranks know of."""
     _several()
-    group: Any = dist.group.WORLD
     for nbytes in mismatches.NBYTES:
         for number in range(2 * len(mismatches.KINDS)):
             one = mismatches.case("by default", number, dist.get_world_size(), "torch", nbytes)
             if one.kind == "counts" and one.usual[0].operation == "alltoall":
                 continue
-            found = mismatches.check(
-                one, dropin.communicator(group), lambda spec, form: mismatches.torch(spec, group, form), checked=False
-            )
-            assert found == ""
+            # Of calls that come again, the line is not kept where ranks are ahead of others.
+            group: Any = dist.new_group()
+            call = partial(_call_torch, group)
+            assert mismatches.check(one, dropin.communicator(group), call, checked=False) == ""
+
+
+def _call_torch(group: Any, spec: mismatches.Spec, form: str) -> None:
+    mismatches.torch(spec, group, form)
 
 
 @pytest.mark.usefixtures("checked")
