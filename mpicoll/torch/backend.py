@@ -20,7 +20,7 @@ from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.world import can_connect_world, has_world
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError, Timeout
-from mpicoll.torch import begun_collectives, group_operations, work, work_status
+from mpicoll.torch import group_operations, work, work_status
 from mpicoll.torch.abort_hooks import AbortHooks
 from mpicoll.torch.callback_comms import callback_context
 from mpicoll.torch.current_device import select_device
@@ -226,4 +226,4 @@ class BackendMpicoll(GroupOperations, Backend):
 
 
 # c10d's C++ code calls them also where a function that torch.compile has compiled goes on after a graph break.
-disable_compile_in(sys.modules[__name__], group_operations, begun_collectives, work)
+disable_compile_in(sys.modules[__name__], group_operations, work)

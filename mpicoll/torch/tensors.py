@@ -73,11 +73,16 @@ def flatten_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, 
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():
         increment_version(tensor)
         return view_flat(own), None
-    # torch has only a private function for this; 1 means that elements certainly share memory.
-    if torch._debug_has_internal_overlap(own) == 1:
+    if overlaps_itself(own):
         raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")
     filled = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
     return filled, lambda: copy_into(own, filled.view(own.shape))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return True if elements of a dense tensor share memory, as those of an expanded one."""
+    # torch has only a private function for this; 1 means that they certainly do.
+    return torch._debug_has_internal_overlap(tensor) == 1
 
 
 def prepare_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
@@ -189,15 +194,20 @@ def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
         tensor.div_(divisor, rounding_mode="trunc")
 
 
+def check_dense(operation: str, tensor: torch.Tensor, where: str = "") -> None:
+    """Raise DTypeError unless `tensor` is dense. `where` is the end of the message."""
+    kind = find_other_kind(tensor)
+    if kind is not None:
+        raise DTypeError(
+            f"{operation}: pass dense tensors, got a {kind} one; call to_dense(), dequantize() or to_padded_tensor()"
+            f"{where}"
+        )
+
+
 def check_plain(operation: str, *tensors: torch.Tensor) -> None:
     """Raise DTypeError or DeviceError unless all are dense tensors with memory, on the CPU or on one CUDA device."""
     for one in tensors:
-        kind = find_other_kind(one)
-        if kind is not None:
-            raise DTypeError(
-                f"{operation}: pass dense tensors, got a {kind} one; call to_dense(), dequantize() or"
-                " to_padded_tensor()"
-            )
+        check_dense(operation, one)
         if not one.is_cpu and not one.is_cuda:
             raise DeviceError(
                 f"{operation}: a tensor is on {one.device}; mpicoll supports the CPU and CUDA devices; pass cpu()"

@@ -17,6 +17,7 @@ from mpicoll.errors import ArgumentError, DTypeError, ShapeError
 from mpicoll.parallel.data_parallel.agreement import check_agreement, check_optimizer, describe_tensors, list_named
 from mpicoll.parallel.gradients import get_replica_communicator, iterate_buckets
 from mpicoll.parallel.groups import describe_rank
+from mpicoll.torch.tensors import overlaps_itself
 
 
 def broadcast_parameters(
@@ -57,8 +58,7 @@ def broadcast_parameters(
                 f"broadcast_parameters: {name!r} is a {'DTensor' if isinstance(one, DTensor) else one.layout} tensor;"
                 f" pass dense tensors, which have the same shape on all ranks {describe_rank(comm)}"
             )
-        # torch has only a private function for this; 1 means that elements certainly share memory.
-        if torch._debug_has_internal_overlap(one) == 1:  # noqa: SLF001
+        if overlaps_itself(one):
             raise ShapeError(
                 f"broadcast_parameters: elements of {name!r} share memory (an expanded tensor), so it can't be written"
                 f" to; let the model have a clone() of it, or leave it out {describe_rank(comm)}"

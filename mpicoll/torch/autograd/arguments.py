@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpicoll.buffers.ops import OpLike, Premul
-from mpicoll.buffers.torch import find_other_kind
 from mpicoll.collectives.arguments import adds_rank_to_errors, check_peer, check_rank
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -18,6 +17,7 @@ from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 from mpicoll.torch.autograd.linear_map import is_recorded
 from mpicoll.torch.c10d_collectives import convert_reduce_op
 from mpicoll.torch.groups import communicator
+from mpicoll.torch.tensors import check_dense
 
 
 def find_weight(op: OpLike, comm: Communicator) -> complex | None:
@@ -87,12 +87,7 @@ def check_tensor(operation: str, tensor: Any, comm: Communicator) -> None:
     where = f"(rank {comm.rank} of {comm.size})"
     if not isinstance(tensor, Tensor):
         raise DTypeError(f"{operation}: pass a torch tensor, got {type(tensor).__name__} {where}")
-    kind = find_other_kind(tensor)
-    if kind is not None:
-        raise DTypeError(
-            f"{operation}: pass dense tensors, got a {kind} one; call to_dense(), dequantize() or to_padded_tensor()"
-            f" {where}"
-        )
+    check_dense(operation, tensor, f" {where}")
 
 
 def move_to_front(operation: str, tensor: Tensor, dim: Any, comm: Communicator) -> Tensor:
